@@ -1,0 +1,1 @@
+"""Values and rules of speculative decoding. Knows no model, no tokenizer, no transformers."""

@@ -1,0 +1,166 @@
+"""The interface between the loop and everything that drafts.
+
+A drafter proposes; the loop verifies. The only promise a drafter must keep is that a `Draft` is
+truthful: if it carries `q`, every drafted token was really drawn from the row it names; if it carries
+none, the tokens were chosen without looking at the target's noise, and are verified as point masses.
+Everything else (a bad guess, an empty draft, one that is too long) costs time and never the output.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from slipstream.core.params import SamplingParams
+from slipstream.core.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a row may draft now.
+
+    depth: longest path, in drafted tokens; 0 means a plain step. nodes: most drafted tokens in all.
+    stop_below: a drafter that knows its confidence stops before drawing a token it trusts less.
+    That test may look at q, never at the token drawn: stopping *because of* a sampled token biases
+    the law.
+    """
+
+    depth: int = 0
+    nodes: int = 0
+    stop_below: float = 0.0
+
+    @classmethod
+    def chain(cls, depth: int, stop_below: float = 0.0) -> Budget:
+        return cls(depth, depth, stop_below)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter must be given, declared before anything is loaded.
+
+    hidden_layers: target layers whose output is wanted (k = the residual stream after k layers, 0 =
+    the embeddings). last_hidden: the state that enters the LM head. node_logits: raw logits of every
+    verified node. reads_prompt: the first proposal must first read the whole prompt, so the engine
+    gives out the first token before asking for it.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    last_hidden: bool = False
+    node_logits: bool = False
+    reads_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree and the law it was drawn from.
+
+    q: None for point masses. Otherwise q[i] is the row [V] that node i's children were drawn from,
+    after the drafter's own warps, in the target's vocabulary, float32 or float64; None for a node
+    without children. scores: optional confidence per node. source: which part of a composed drafter
+    made it, for the counters.
+    """
+
+    tree: TokenTree
+    q: tuple[torch.Tensor | None, ...] | None = None
+    scores: tuple[float, ...] | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name, values in (("q", self.q), ("scores", self.scores)):
+            if values is not None and len(values) != len(self.tree):
+                raise ValueError(f"{name} has {len(values)} entries for {len(self.tree)} nodes")
+        if self.q is not None:
+            for node in range(len(self.tree)):
+                if self.tree.children(node) and self.q[node] is None:
+                    raise ValueError(f"node {node} has children but no q row")
+
+    def truncate(self, depth: int, nodes: int | None = None) -> Draft:
+        """Cut to `depth` levels and `nodes` drafted tokens, in drafted order.
+
+        Looks at no token value, so the law of what is submitted stays the law it was drawn from.
+        """
+        limit = len(self.tree) if nodes is None else nodes + 1
+        if self.tree.depth <= depth and len(self.tree) <= limit:
+            return self
+        within = [n for n, d in enumerate(self.tree.depths) if d <= depth][:limit]
+        return self.select(within)
+
+    def select(self, nodes: Sequence[int]) -> Draft:
+        """The draft of these nodes (and the root); see `TokenTree.keep`."""
+        tree, order = self.tree.keep(nodes)
+        q = None if self.q is None else tuple(self.q[n] if tree.children(i) else None for i, n in enumerate(order))
+        scores = None if self.scores is None else tuple(self.scores[n] for n in order)
+        return Draft(tree, q, scores, self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """One row that wants a draft. `tokens` are all committed tokens; the last one is the root.
+
+    prompt_length tells where the prompt ends. Do not keep or change `tokens`: it is the live list.
+    """
+
+    seq_id: int
+    tokens: Sequence[int]
+    prompt_length: int
+    budget: Budget
+    params: SamplingParams
+    seed: int
+
+    @property
+    def root(self) -> int:
+        return self.tokens[-1]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the target computed for one row: a prompt chunk, or a verified tree.
+
+    tokens went into the target's cache from absolute position `start`. features has, for exactly
+    these tokens, the tensors declared in `Needs`, keyed by layer number or "last", each [n, hidden].
+    After a verification `draft` is what was verified, `accepted` the kept drafted nodes in order,
+    and node_logits [nodes, V] is there if declared.
+    """
+
+    seq_id: int
+    start: int
+    tokens: tuple[int, ...]
+    features: Mapping[int | str, torch.Tensor] = field(default_factory=dict)
+    draft: Draft | None = None
+    accepted: tuple[int, ...] = ()
+    node_logits: torch.Tensor | None = None
+
+
+class Drafter(ABC):
+    """Proposes drafts for many rows at once. Only `propose` must be written.
+
+    `name` is what people type after --drafter. A drafter keeps per-row memory under `seq_id`, from
+    `open` to `close`. It must not depend on the order or the company of the rows in a batch.
+    """
+
+    name: str = ""
+    needs: Needs = Needs()
+
+    def open(self, seq_id: int, prompt: Sequence[int]) -> None:  # noqa: B027
+        """A row was admitted."""
+
+    @abstractmethod
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft a request, in order, each rooted at the request's root."""
+
+    def observe(self, observations: Sequence[Observation]) -> None:  # noqa: B027
+        """The target has computed these tokens. Rows whose draft was empty are reported as well."""
+
+    def close(self, seq_id: int) -> None:  # noqa: B027
+        """The row is finished or cancelled; free what it held. Unknown ids are ignored."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and caches held now, beyond the target's own."""
+        return 0
+
+    def shutdown(self) -> None:  # noqa: B027
+        """The engine closes; free everything."""

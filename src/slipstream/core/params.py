@@ -1,0 +1,107 @@
+"""`SamplingParams`: what one request asks for, validated once, where it enters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slipstream.errors import ParameterError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is decoded. Defaults: greedy, until the model ends its answer.
+
+    max_tokens None means: as far as the context reaches. top_k 0 and top_p 1.0 are off. stop holds
+    strings, whose text is cut from the output; stop_token_ids ends at a token. logit_bias adds to
+    raw logits by token id. bad_words may never appear; they are token id sequences (the engine
+    encodes strings). min_tokens forbids EOS and stop tokens before that many tokens. logprobs asks
+    for the log-probabilities of the chosen token and of that many alternatives, of the model's raw law.
+    seed None draws a fresh one for each request.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        if isinstance(self.stop, str):
+            set_(self, "stop", (self.stop,))
+        set_(self, "stop", tuple(self.stop))
+        set_(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+        set_(self, "bad_words", tuple(tuple(int(t) for t in w) for w in self.bad_words))
+        set_(self, "logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
+        checks: Sequence[tuple[bool, str]] = (
+            (
+                self.max_tokens is None or _whole(self.max_tokens, 1),
+                f"max_tokens must be a whole number of at least 1, not {self.max_tokens}",
+            ),
+            (_finite(self.temperature, 0.0), f"temperature must be 0 (greedy) or more, not {self.temperature}"),
+            (_whole(self.top_k, 0), f"top_k must be 0 (off) or a whole number above it, not {self.top_k}"),
+            (_finite(self.top_p, 0.0, 1.0) and self.top_p > 0, f"top_p must be in (0, 1], not {self.top_p}"),
+            (_finite(self.min_p, 0.0, 1.0), f"min_p must be in [0, 1], not {self.min_p}"),
+            (
+                _finite(self.repetition_penalty, 0.0) and self.repetition_penalty > 0,
+                f"repetition_penalty must be above 0 (1 is off), not {self.repetition_penalty}",
+            ),
+            (
+                _finite(self.presence_penalty, -2.0, 2.0),
+                f"presence_penalty must be in [-2, 2], not {self.presence_penalty}",
+            ),
+            (
+                _finite(self.frequency_penalty, -2.0, 2.0),
+                f"frequency_penalty must be in [-2, 2], not {self.frequency_penalty}",
+            ),
+            (
+                all(v == v and v != float("inf") for v in self.logit_bias.values()),
+                "logit_bias values must be numbers (-inf forbids a token)",
+            ),
+            (all(k >= 0 for k in self.logit_bias), "logit_bias keys must be token ids (0 or more)"),
+            (all(self.bad_words), "bad_words must not hold an empty word"),
+            (_whole(self.min_tokens, 0), f"min_tokens must be 0 or more, not {self.min_tokens}"),
+            (
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
+            ),
+            (all(self.stop), "stop must not hold an empty string: it would end every answer at once"),
+            (
+                self.logprobs is None or (_whole(self.logprobs, 0) and self.logprobs <= 1000),
+                f"logprobs must be between 0 and 1000 alternatives, not {self.logprobs}",
+            ),
+            (_whole(self.n, 1), f"n must be a whole number of at least 1, not {self.n}"),
+            (
+                self.seed is None or isinstance(self.seed, int),
+                f"seed must be a whole number, not {self.seed!r}",
+            ),
+        )
+        for fine, message in checks:
+            if not fine:
+                raise ParameterError(message)
+
+    def with_(self, **changes: Any) -> SamplingParams:
+        """A copy with other values, validated again."""
+        return replace(self, **changes)
+
+
+def _whole(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _finite(value: object, low: float, high: float = float("inf")) -> bool:
+    return isinstance(value, (int, float)) and low <= value <= high and value != float("inf")

@@ -1,0 +1,103 @@
+"""Raw counts of what was drafted and accepted. Rates are derived, never stored.
+
+Three different numbers go by the name "acceptance rate" (vllm#9565). From these counts:
+accepted / drafted tokens is `acceptance_rate`; accepted at position i / drafts is
+`acceptance_per_position` (unconditional, as vLLM and llama.cpp report it); accepted at i / tested
+at i, where tested means that everything before it was accepted, is `conditional_acceptance`, the one
+a cost model needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DraftCounts:
+    """Counts of one sequence, or summed over many. Only emitted tokens count."""
+
+    passes: int = 0  # target passes (verifications), plain steps included
+    emitted: int = 0  # tokens made final
+    drafts: int = 0  # passes with a draft that was not empty
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_at: list[int] = field(default_factory=list)  # drafts that reached depth i+1
+    tested_at: list[int] = field(default_factory=list)  # of those, all before depth i+1 accepted
+    accepted_at: list[int] = field(default_factory=list)
+
+    def record(self, depth: int, nodes: int, accepted: int, emitted: int) -> None:
+        """One verification: draft depth and drafted nodes, accepted drafted tokens, emitted tokens.
+
+        What was accepted but lies behind an end (EOS, stop string, limit) was not emitted and does
+        not count.
+        """
+        accepted = min(accepted, emitted)
+        self.passes += 1
+        self.emitted += emitted
+        self.drafts += nodes > 0
+        self.draft_tokens += nodes
+        self.accepted_tokens += accepted
+        while len(self.drafted_at) < depth:
+            for counter in (self.drafted_at, self.tested_at, self.accepted_at):
+                counter.append(0)
+        for i in range(depth):
+            self.drafted_at[i] += 1
+            self.tested_at[i] += accepted >= i
+            self.accepted_at[i] += accepted > i
+
+    def add(self, other: DraftCounts) -> None:
+        self.passes += other.passes
+        self.emitted += other.emitted
+        self.drafts += other.drafts
+        self.draft_tokens += other.draft_tokens
+        self.accepted_tokens += other.accepted_tokens
+        for name in ("drafted_at", "tested_at", "accepted_at"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for i, value in enumerate(theirs):
+                mine[i] += value
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted a target pass, the bonus token included; 1 is plain decoding."""
+        return self.emitted / self.passes if self.passes else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """accepted at position i / drafts (unconditional)."""
+        return _ratios(self.accepted_at, [self.drafts] * len(self.accepted_at))
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """accepted at position i / drafts in which everything before it was accepted."""
+        return _ratios(self.accepted_at, self.tested_at)
+
+
+def _ratios(over: Sequence[int], under: Sequence[int]) -> list[float]:
+    return [a / b if b else 0.0 for a, b in zip(over, under, strict=True)]
+
+
+@dataclass
+class Seconds:
+    """Wall-clock seconds of engine steps, by where they went."""
+
+    target: float = 0.0
+    prefill: float = 0.0
+    drafter: float = 0.0
+    other: float = 0.0
+
+    def __sub__(self, before: Seconds) -> Seconds:
+        return Seconds(
+            self.target - before.target,
+            self.prefill - before.prefill,
+            self.drafter - before.drafter,
+            self.other - before.other,
+        )
+
+    def copy(self) -> Seconds:
+        return Seconds(self.target, self.prefill, self.drafter, self.other)

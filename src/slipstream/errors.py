@@ -1,0 +1,27 @@
+"""Every error a person can cause. Each message names what was wrong, where, and what to do.
+
+The command line prints `str(error)` on one line and exits with status 2; a library user catches
+`SlipstreamError` or the narrower class.
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Base of all errors that the user can mend. The message is complete by itself."""
+
+
+class ParameterError(SlipstreamError, ValueError):
+    """A sampling parameter or option has a value that cannot be used."""
+
+
+class ModelError(SlipstreamError):
+    """A model cannot be found, read, or run exactly."""
+
+
+class DrafterError(SlipstreamError):
+    """A drafter is unknown, misconfigured, does not fit the target, or broke its contract."""
+
+
+class CapacityError(SlipstreamError):
+    """Memory, disk or context room does not suffice; the message says how much is needed."""
