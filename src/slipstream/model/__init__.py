@@ -1,0 +1,1 @@
+"""Everything that touches transformers: loading, running, caching, packing, probing."""

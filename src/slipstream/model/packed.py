@@ -1,0 +1,68 @@
+"""Linear layers packed once into oneDNN's own weight layout.
+
+PyTorch's ordinary `Linear` reorders its bf16 weight on every call. Its own operators also take a
+weight that was reordered before, which is what this module does, once, in place, so that weights
+are never kept twice. Measured by `bench/foundation.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+
+PACKABLE = (torch.bfloat16, torch.float32)
+
+
+class PackedLinear(nn.Module):
+    """`x @ weight.T + bias` with a packed weight; input [..., in_features] of the weight's dtype."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype = linear.weight.dtype
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.bias = linear.bias
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.in_features * self.out_features * self.dtype.itemsize
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether this machine and the model's dtype have packed kernels."""
+    parameter = next(model.parameters())
+    return (
+        parameter.device.type == "cpu"
+        and parameter.dtype in PACKABLE
+        and torch.backends.mkldnn.is_available()
+        and (parameter.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replace every plain `nn.Linear` in place and free its weight; gives the number replaced.
+
+    A head that shares its weight with the embedding stays as it is: packing it would keep it twice.
+    """
+    shared = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or id(child.weight) in shared:
+                continue
+            setattr(parent, name, PackedLinear(child))
+            count += 1
+    gc.collect()
+    return count
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, packed ones included, each counted once."""
+    plain = {id(p): p.nbytes for p in [*model.parameters(), *model.buffers()]}
+    packed = sum(m.weight_bytes for m in model.modules() if isinstance(m, PackedLinear))
+    return sum(plain.values()) + packed

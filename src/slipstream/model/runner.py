@@ -1,0 +1,130 @@
+"""`Runner`: an unmodified Hugging Face causal LM that computes packed rows over slots.
+
+Used for the target, for a draft model, and for anything else that is a causal LM. It owns the slot
+cache. A forward leaves the cache's lengths alone: the caller commits what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from slipstream.core.draft import Needs
+from slipstream.errors import CapacityError
+from slipstream.model import attention
+from slipstream.model.cache import SlotCache
+from slipstream.model.pack import ROWS, Pack, PackRow, build_pack
+from slipstream.model.packed import can_pack, pack_linears, weight_bytes
+from slipstream.model.support import check_declared, probe
+from slipstream.model.taps import Features, Taps, decoder
+
+CHUNK = 512  # prompt tokens a forward; a multiple of the cache's width keeps chunks block-aligned
+
+
+@dataclass(frozen=True)
+class Output:
+    """logits [n, V] in the model's dtype, for the asked tokens in pack order; features [T, hidden]."""
+
+    pack: Pack
+    logits: torch.Tensor | None
+    features: Features = field(default_factory=dict)
+
+
+class Runner:
+    """Computes rows of tokens. `pack` says whether the weights are ours to pack (see `packed`)."""
+
+    def __init__(self, model: PreTrainedModel, *, pack: bool, check: bool = True) -> None:
+        check_declared(model)
+        attention.register()
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.cache = SlotCache()
+        self.device = next(model.parameters()).device
+        self._original = model.config._attn_implementation
+        self._packed = pack and can_pack(model)
+        if self._packed:
+            pack_linears(model)
+        self._taps: Taps | None = None
+        self.needs = Needs()
+        model.set_attn_implementation(attention.NAME)
+        if check:
+            try:
+                probe(self, self._original)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a logit row, padding included."""
+        return int(self.config.vocab_size)
+
+    @property
+    def context(self) -> int:
+        """Most positions the model was made for."""
+        return int(getattr(self.config, "max_position_embeddings", 1 << 30))
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self.model)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.weight_bytes + self.cache.memory_bytes
+
+    def tap(self, needs: Needs) -> None:
+        """Declare the features every forward must give from now on."""
+        self.needs = needs
+        self._taps = Taps(self.model, needs) if needs.hidden_layers or needs.last_hidden else None
+
+    def forward(self, rows: Sequence[PackRow], *, logits: str = "all", taps: bool = True) -> Output:
+        """Compute rows. logits: "all" tokens, the "last" of each row, or "none" (skips the LM head)."""
+        prepared = []
+        for row in rows:
+            length = self.cache.length(row.slot)
+            if length + len(row.tokens) > self.context and row.parents is None:
+                raise CapacityError(
+                    f"{length + len(row.tokens)} tokens do not fit the model's context of {self.context}"
+                )
+            prepared.append((row, length, self.cache.reserve(row.slot, len(row.tokens))))
+        pack = build_pack(prepared, self.device)
+        if self._taps is not None and taps:
+            with self._taps.capture() as features:
+                out = self._compute(pack, logits)
+            return Output(pack, out, {k: v[: pack.count] for k, v in features.items()})
+        return Output(pack, self._compute(pack, logits))
+
+    @torch.inference_mode()
+    def _compute(self, pack: Pack, logits: str) -> torch.Tensor | None:
+        step = attention.AttentionStep(pack, self.cache)
+        arguments: dict[str, Any] = {
+            "input_ids": pack.input_ids,
+            "position_ids": pack.position_ids,
+            "use_cache": False,
+            "slipstream": step,
+        }
+        self.layers_seen = step.layers_seen
+        if logits == "none":
+            decoder(self.model)(**arguments)
+            return None
+        if logits == "all":
+            return self.model(**arguments).logits[0, : pack.count]  # type: ignore[no-any-return]
+        last = [span.end - 1 for span in pack.spans]
+        padded = torch.tensor(last + last[:1] * (-len(last) % ROWS), device=self.device)
+        return self.model(**arguments, logits_to_keep=padded).logits[0, : len(last)]  # type: ignore[no-any-return]
+
+    def extend(self, slot: int, tokens: Sequence[int], chunk: int = CHUNK) -> None:
+        """Put tokens into the slot for good, in chunks; computes no logits."""
+        while tokens:
+            part, tokens = tokens[:chunk], tokens[chunk:]
+            self.forward([PackRow(slot, part)], logits="none", taps=False)
+            self.cache.commit(slot, range(len(part)))
+
+    def close(self) -> None:
+        """Give the model its own attention back and free the cache."""
+        self.model.set_attn_implementation(self._original)
+        self.cache = SlotCache()
