@@ -143,6 +143,7 @@ class Drafter(ABC):
 
     name: str = ""
     needs: Needs = Needs()
+    num_speculative_tokens: int = 0  # draft length unless a controller decides otherwise
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:  # noqa: B027
         """A row was admitted."""

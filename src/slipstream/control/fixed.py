@@ -1,0 +1,27 @@
+"""Always the same draft length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.control.base import Controller, RowState
+from slipstream.core.draft import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class FixedConfig:
+    """num_speculative_tokens: drafted tokens a step, 0 is plain decoding."""
+
+    num_speculative_tokens: int = 5
+
+
+class Fixed(Controller):
+    name = "fixed"
+    Config = FixedConfig
+
+    def __init__(self, config: FixedConfig) -> None:
+        self._budget = Budget.chain(config.num_speculative_tokens)
+
+    def plan(self, rows: Sequence[RowState]) -> list[Budget]:
+        return [self._budget for _ in rows]

@@ -1,0 +1,118 @@
+"""Ways of drafting. One file each; a new file is found by its name, nothing is registered.
+
+`--drafter mine` finds `slipstream/drafters/mine.py`, then the entry points of the group
+`slipstream.drafters`; `--drafter ./mine.py:Mine` and `--drafter package.module:Mine` load a class from
+anywhere. A drafter module is imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from dataclasses import is_dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.draft import Drafter
+from slipstream.core.spec import make_config, parse_spec
+from slipstream.drafters.base import TargetInfo
+from slipstream.errors import DrafterError
+
+__all__ = ["TargetInfo", "build_drafter", "find_drafter", "list_drafters"]
+
+GROUP = "slipstream.drafters"
+_NOT_DRAFTERS = {"base"}
+
+
+def _files() -> dict[str, Path]:
+    """Drafter name -> module file, for the drafters that ship with Slipstream."""
+    folder = Path(__file__).parent
+    names = (m.name for m in pkgutil.iter_modules([str(folder)]) if m.name not in _NOT_DRAFTERS)
+    return {name: folder / f"{name}.py" for name in names if not name.startswith("_")}
+
+
+def list_drafters() -> list[dict[str, str]]:
+    """name, where and summary of every drafter that can be named, without importing any."""
+    found = [
+        {"name": name, "where": "built in", "summary": _summary(path)}
+        for name, path in sorted(_files().items())
+    ]
+    for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
+        found.append({"name": point.name, "where": point.value, "summary": "installed plug-in"})
+    return found
+
+
+def _summary(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.splitlines()[0] if text else ""
+
+
+def find_drafter(name: str) -> type[Drafter]:
+    """The class that `name` means."""
+    if ":" in name:
+        return _from_path(name)
+    if name in _files():
+        return _only_drafter(importlib.import_module(f"slipstream.drafters.{name}"), name)
+    for point in entry_points(group=GROUP):
+        if point.name == name:
+            return _checked(point.load(), name)
+    known = [d["name"] for d in list_drafters()]
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+    raise DrafterError(f"unknown drafter {name!r}; {hint} (or FILE.py:Class)")
+
+
+def _from_path(name: str) -> type[Drafter]:
+    module_name, _, attribute = name.rpartition(":")
+    try:
+        if module_name.endswith(".py"):
+            path = Path(module_name).expanduser()
+            if not path.is_file():
+                raise DrafterError(f"drafter file {module_name!r} does not exist")
+            spec = importlib.util.spec_from_file_location(f"slipstream_drafter_{path.stem}", path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(module_name)
+    except DrafterError:
+        raise
+    except Exception as error:  # whatever a stranger's file raises when it is imported
+        raise DrafterError(f"drafter {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        raise DrafterError(f"{module_name!r} has no class {attribute!r}")
+    return _checked(getattr(module, attribute), name)
+
+
+def _only_drafter(module: Any, name: str) -> type[Drafter]:
+    own = [
+        v
+        for v in vars(module).values()
+        if isinstance(v, type) and issubclass(v, Drafter) and v.__module__ == module.__name__
+    ]
+    if len(own) != 1:
+        raise DrafterError(f"drafter module {name!r} must define exactly one Drafter class, it has {len(own)}")
+    return _checked(own[0], name)
+
+
+def _checked(found: Any, name: str) -> type[Drafter]:
+    if not (isinstance(found, type) and issubclass(found, Drafter)):
+        raise DrafterError(f"{name!r} is not a class derived from slipstream.core.draft.Drafter")
+    config = getattr(found, "Config", None)
+    if not (isinstance(config, type) and is_dataclass(config)):
+        raise DrafterError(f"drafter {name!r} needs a dataclass `Config` as a class attribute (its options)")
+    return found
+
+
+def build_drafter(spec: str | Drafter, target: TargetInfo) -> Drafter:
+    """From `name:key=value,…`; a drafter that is built already is taken as it is."""
+    if isinstance(spec, Drafter):
+        return spec
+    name, values = parse_spec(spec)
+    found = find_drafter(name)
+    config = make_config(found.Config, name, values)  # type: ignore[attr-defined]
+    return found(config, target)  # type: ignore[call-arg]

@@ -1,0 +1,25 @@
+"""Drafts nothing: plain decoding through the same loop, the baseline of every comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.drafters.base import Draft, Drafter, DraftRequest, TargetInfo, empty_draft
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """No options."""
+
+
+class NoDrafter(Drafter):
+    name = "none"
+    Config = Config
+    num_speculative_tokens = 0
+
+    def __init__(self, config: Config, target: TargetInfo) -> None:
+        pass
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [empty_draft(r) for r in requests]

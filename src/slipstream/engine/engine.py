@@ -1,0 +1,363 @@
+"""`Engine`: the loop. Every method, and plain decoding, is these steps.
+
+A running sequence has exactly one token that is not in the target's cache, its root. A step drafts
+after the roots, computes all trees in one forward, verifies, commits what was accepted, and moves the
+caches to what was committed. Nothing else anywhere decides which token comes next.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.control import Controller, RowOutcome, RowState, build_controller
+from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest, Observation
+from slipstream.core.params import SamplingParams
+from slipstream.core.sequence import Event, Sequence, TokenLogprob
+from slipstream.core.stats import DraftCounts, Seconds
+from slipstream.core.text import Decode, TextStream
+from slipstream.core.tree import TokenTree
+from slipstream.drafters.none import Config as NoConfig
+from slipstream.drafters.none import NoDrafter
+from slipstream.engine.scheduler import Scheduler
+from slipstream.errors import CapacityError, DrafterError, ParameterError
+from slipstream.logits.pipeline import LogitsPipeline, logprobs
+from slipstream.model.pack import PackRow
+from slipstream.model.runner import CHUNK, Output, Runner
+from slipstream.verify import Verdict, build_views, choose_rule
+from slipstream.verify.view import ViewRow
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One row of a step."""
+
+    sequence: Sequence
+    draft: Draft
+
+
+class Engine:
+    """Decodes many sequences at once with one drafter.
+
+    vocab_size: ids that may be emitted (a head's padding is beyond it). decode turns token ids into
+    text; without it there is no text and no stop string. All methods are for one thread.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        drafter: Drafter,
+        *,
+        vocab_size: int | None = None,
+        eos_ids: Items[int] | frozenset[int] = (),
+        decode: Decode | None = None,
+        controller: Controller | str | None = None,
+        max_rows: int = 8,
+        context: int | None = None,
+        chunk: int = CHUNK,
+    ) -> None:
+        if max_rows < 1:
+            raise ParameterError(f"max_rows must be at least 1, not {max_rows}")
+        self.runner = runner
+        self.vocab_size = min(vocab_size or runner.vocab_size, runner.vocab_size)
+        self.eos_ids = frozenset(eos_ids)
+        self.context = min(context or runner.context, runner.context)
+        self.counts = DraftCounts()
+        self.seconds = Seconds()
+        self._decode = decode
+        self._scheduler = Scheduler(max_rows, chunk)
+        self._pipelines: dict[int, LogitsPipeline] = {}
+        self._cancelled: set[int] = set()
+        self._read_groups: dict[int, int] = {}  # group -> a running sequence that has read its prompt
+        self._next_id = 0
+        self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
+        self.set_drafter(drafter, controller)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def set_drafter(self, drafter: Drafter | None, controller: Controller | str | None = None) -> None:
+        """Draft with this from now on (None: plain decoding). Only while nothing runs.
+
+        The earlier drafter is not shut down; it may be set again.
+        """
+        if self.has_work:
+            raise ParameterError("the drafter cannot be changed while requests are running")
+        self.drafter = drafter or self._plain
+        self.controller = build_controller(controller, self.drafter.num_speculative_tokens)
+        self.runner.tap(self.drafter.needs)
+
+    def add(
+        self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
+    ) -> int:
+        """Queue a request; gives its id. Sequences of one `group` have the same prompt."""
+        if not prompt:
+            raise ParameterError("the prompt is empty; give at least one token")
+        bad = next((t for t in prompt if not 0 <= t < self.runner.vocab_size), None)
+        if bad is not None:
+            raise ParameterError(f"prompt token {bad} is outside the model's vocabulary of {self.runner.vocab_size}")
+        room = self.context - len(prompt)
+        if room < 1:
+            raise CapacityError(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.context}, with at least one"
+                " to generate; shorten the prompt"
+            )
+        for token in (*params.logit_bias, *params.stop_token_ids):
+            if not 0 <= token < self.runner.vocab_size:
+                raise ParameterError(f"token id {token} is outside the vocabulary of {self.runner.vocab_size}")
+        if params.stop and self._decode is None:
+            raise ParameterError("stop strings need a tokenizer; use stop_token_ids")
+        seed = params.seed if seed is None else seed
+        sequence = Sequence(
+            id=self._next_id,
+            prompt=tuple(prompt),
+            params=params,
+            seed=secrets.randbits(63) if seed is None else seed,
+            eos_ids=self.eos_ids,
+            room=room,
+            stream=TextStream(self._decode, params.stop) if self._decode else None,
+            group=group,
+        )
+        self._next_id += 1
+        self._pipelines[sequence.id] = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt))
+        self._scheduler.add(sequence)
+        return sequence.id
+
+    def cancel(self, seq_id: int) -> None:
+        """End a request; takes effect at the next step's boundary, ids that are gone are ignored."""
+        self._cancelled.add(seq_id)
+
+    def find(self, seq_id: int) -> Sequence | None:
+        """The live sequence of this id."""
+        return next((s for s in self._scheduler if s.id == seq_id), None)
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._scheduler) > 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and caches of target and drafter."""
+        return self.runner.memory_bytes + self.drafter.memory_bytes
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """One turn: read prompts, draft, verify, commit. Gives what was added, row by row."""
+        began = time.perf_counter()
+        before = self.seconds.copy()
+        events = self._apply_cancels()
+        for sequence in self._scheduler.admit():
+            self.runner.cache.open(sequence.id)
+            self.drafter.open(sequence.id, sequence.prompt)
+        self._read_prompts()
+        rows = list(self._scheduler.running)
+        if rows:
+            budgets = self._plan(rows)
+            work = self._propose(rows, budgets)
+            output, verdicts, logprobs = self._verify(work)
+            events += self._commit(work, output, verdicts, logprobs)
+        spent = time.perf_counter() - began
+        told = self.seconds - before
+        self.seconds.other += spent - told.target - told.prefill - told.drafter
+        return events
+
+    def _apply_cancels(self) -> list[Event]:
+        events = []
+        for seq_id in sorted(self._cancelled):
+            sequence = self.find(seq_id)
+            if sequence is not None:
+                events.append(sequence.cancel())
+                self._retire(sequence)
+        self._cancelled.clear()
+        return events
+
+    def _read_prompts(self) -> None:
+        pieces, rows = [], []
+        for sequence, start, end in self._scheduler.chunks():
+            twin = self._read_groups.get(sequence.group) if sequence.group is not None else None
+            if start == 0 and end > 0 and twin is not None and twin in self.runner.cache:
+                self.runner.cache.copy_prefix(twin, sequence.id, len(sequence.prompt) - 1)
+                self._scheduler.read(sequence, len(sequence.prompt) - 1)
+            elif end > start:
+                pieces.append((sequence, start, end))
+                rows.append(PackRow(sequence.id, sequence.prompt[start:end]))
+            else:
+                self._scheduler.read(sequence, end)
+        if not rows:
+            return
+        clock = time.perf_counter()
+        output = self.runner.forward(rows, logits="none")
+        self.seconds.prefill += time.perf_counter() - clock
+        observations = []
+        for (sequence, start, end), span in zip(pieces, output.pack.spans, strict=True):
+            self.runner.cache.commit(sequence.id, range(end - start))
+            self._scheduler.read(sequence, end)
+            if sequence.group is not None and sequence.id not in self._scheduler.reading:
+                self._read_groups[sequence.group] = sequence.id
+            features = {k: v[span.start : span.end] for k, v in output.features.items()}
+            observations.append(Observation(sequence.id, start, sequence.prompt[start:end], features))
+        self._observe(observations)
+
+    def _plan(self, rows: list[Sequence]) -> list[Budget]:
+        """The controller's budgets, cut to what can still be emitted or fits the context.
+
+        The last token a row may emit is never worth drafting: verification gives it for free.
+        """
+        states = [RowState(s.id, len(s.tokens), s.remaining) for s in rows]
+        budgets = []
+        for sequence, budget in zip(rows, self.controller.plan(states), strict=True):
+            depth = min(budget.depth, sequence.remaining - 1, self.context - len(sequence.tokens))
+            if self.drafter.needs.reads_prompt and sequence.num_output == 0:
+                depth = 0  # the first token must not wait until the drafter has read the prompt
+            budgets.append(Budget(max(depth, 0), budget.nodes if depth > 0 else 0, budget.stop_below))
+        return budgets
+
+    def _propose(self, rows: list[Sequence], budgets: list[Budget]) -> list[_Work]:
+        requests = [
+            DraftRequest(s.id, s.tokens, len(s.prompt), b, s.params, s.seed)
+            for s, b in zip(rows, budgets, strict=True)
+        ]
+        asked = [r for r in requests if r.budget.depth > 0]
+        clock = time.perf_counter()
+        drafts = self.drafter.propose(asked) if asked else []
+        self.seconds.drafter += time.perf_counter() - clock
+        if len(drafts) != len(asked):
+            raise DrafterError(f"drafter {self.drafter.name!r} gave {len(drafts)} drafts for {len(asked)} requests")
+        draft_of = {r.seq_id: self._fit(r, d) for r, d in zip(asked, drafts, strict=True)}
+        return [_Work(s, draft_of.get(s.id) or Draft(TokenTree.root(s.tokens[-1]))) for s in rows]
+
+    def _fit(self, request: DraftRequest, draft: Draft) -> Draft:
+        """Cut a draft to its budget and to tokens that exist.
+
+        The budget is cut without looking at tokens. Ids outside the vocabulary are dropped, which is
+        exact for point masses; a sampled draft that holds one was not drawn from its q.
+        """
+        tree = draft.tree
+        if tree.tokens[0] != request.root:
+            raise DrafterError(
+                f"drafter {self.drafter.name!r} rooted its draft at token {tree.tokens[0]}, the root is {request.root}"
+            )
+        draft = draft.truncate(request.budget.depth, request.budget.nodes)
+        inside = [n for n, t in enumerate(draft.tree.tokens) if n == 0 or 0 <= t < self.vocab_size]
+        if len(inside) < len(draft.tree):
+            if draft.q is not None:
+                raise DrafterError(f"drafter {self.drafter.name!r} drew a token outside the target's vocabulary")
+            draft = draft.select(inside)
+        return draft
+
+    def _verify(self, work: list[_Work]) -> tuple[Output, list[Verdict], list[list[TokenLogprob]]]:
+        clock = time.perf_counter()
+        output = self.runner.forward(
+            [PackRow(w.sequence.id, w.draft.tree.tokens, w.draft.tree.parents) for w in work]
+        )
+        assert output.logits is not None
+        self.seconds.target += time.perf_counter() - clock
+        spans = output.pack.spans
+        views = build_views(
+            [
+                ViewRow(
+                    self._pipelines[w.sequence.id], w.sequence.tokens, w.draft.tree, w.sequence.seed, span.start
+                )
+                for w, span in zip(work, spans, strict=True)
+            ],
+            output.logits,
+        )
+        verdicts = [choose_rule(w.draft)(w.draft, view) for w, view in zip(work, views, strict=True)]
+        chosen_logprobs = []
+        for w, span, verdict in zip(work, spans, verdicts, strict=True):
+            rows: list[TokenLogprob] = []
+            if w.sequence.params.logprobs is not None:
+                parents = (0, *verdict.path)
+                chosen = (*(w.draft.tree.tokens[n] for n in verdict.path), verdict.token)
+                for node, token in zip(parents, chosen, strict=True):
+                    row = output.logits[span.start + node, : self.vocab_size]
+                    rows.append(logprobs(row, token, w.sequence.params.logprobs))
+            chosen_logprobs.append(rows)
+        return output, verdicts, chosen_logprobs
+
+    def _commit(
+        self,
+        work: list[_Work],
+        output: Output,
+        verdicts: list[Verdict],
+        chosen_logprobs: list[list[TokenLogprob]],
+    ) -> list[Event]:
+        events, outcomes, observations = [], [], []
+        for w, span, verdict, rows in zip(work, output.pack.spans, verdicts, chosen_logprobs, strict=True):
+            sequence, tree = w.sequence, w.draft.tree
+            start = len(sequence.tokens) - 1
+            path_tokens = [tree.tokens[n] for n in verdict.path]
+            event = sequence.commit([*path_tokens, verdict.token], len(path_tokens), rows)
+            emitted = len(event.tokens)
+            # The last emitted token is the new root, so it stays out of the cache.
+            kept = (0, *verdict.path)[:emitted]
+            self.runner.cache.commit(sequence.id, kept)
+            for counts in (sequence.counts, self.counts):
+                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted)
+            accepted = min(len(path_tokens), emitted)
+            outcomes.append(
+                RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
+            )
+            index = [span.start + n for n in kept]
+            observations.append(
+                Observation(
+                    sequence.id,
+                    start,
+                    tuple(tree.tokens[n] for n in kept),
+                    {k: v[index] for k, v in output.features.items()},
+                    w.draft,
+                    kept[1:],
+                    output.logits[span.start : span.end]
+                    if self.drafter.needs.node_logits and output.logits is not None
+                    else None,
+                )
+            )
+            events.append(event)
+        self._observe(observations)
+        self.controller.record(outcomes, 0.0)
+        for w in work:
+            if w.sequence.finished:
+                self._retire(w.sequence)
+        return events
+
+    def _observe(self, observations: list[Observation]) -> None:
+        clock = time.perf_counter()
+        self.drafter.observe(observations)
+        self.seconds.drafter += time.perf_counter() - clock
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Free everything the sequence holds, at once."""
+        self._scheduler.retire(sequence)
+        self._pipelines.pop(sequence.id, None)
+        self.runner.cache.close(sequence.id)
+        self.drafter.close(sequence.id)
+        self.controller.forget(sequence.id)
+        if sequence.group is not None and self._read_groups.get(sequence.group) == sequence.id:
+            other = next((s.id for s in self._scheduler.running if s.group == sequence.group), None)
+            if other is None:
+                self._read_groups.pop(sequence.group)
+            else:
+                # its cache holds the same prompt in front of its own tokens
+                self._read_groups[sequence.group] = other
+
+    def run(self) -> Iterator[Event]:
+        """Step until nothing is left."""
+        while self.has_work:
+            yield from self.step()
+
+    def close(self) -> None:
+        """Free everything. The model gets its own attention back."""
+        for sequence in list(self._scheduler):
+            self._retire(sequence)
+        self.drafter.shutdown()
+        self.runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
