@@ -91,7 +91,11 @@ class Draft:
     def select(self, nodes: Sequence[int]) -> Draft:
         """The draft of these nodes (and the root); see `TokenTree.keep`."""
         tree, order = self.tree.keep(nodes)
-        q = None if self.q is None else tuple(self.q[n] if tree.children(i) else None for i, n in enumerate(order))
+        q = (
+            None
+            if self.q is None
+            else tuple(self.q[n] if tree.children(i) else None for i, n in enumerate(order))
+        )
         scores = None if self.scores is None else tuple(self.scores[n] for n in order)
         return Draft(tree, q, scores, self.source)
 

@@ -52,7 +52,10 @@ class SamplingParams:
                 self.max_tokens is None or _whole(self.max_tokens, 1),
                 f"max_tokens must be a whole number of at least 1, not {self.max_tokens}",
             ),
-            (_finite(self.temperature, 0.0), f"temperature must be 0 (greedy) or more, not {self.temperature}"),
+            (
+                _finite(self.temperature, 0.0),
+                f"temperature must be 0 (greedy) or more, not {self.temperature}",
+            ),
             (_whole(self.top_k, 0), f"top_k must be 0 (off) or a whole number above it, not {self.top_k}"),
             (_finite(self.top_p, 0.0, 1.0) and self.top_p > 0, f"top_p must be in (0, 1], not {self.top_p}"),
             (_finite(self.min_p, 0.0, 1.0), f"min_p must be in [0, 1], not {self.min_p}"),

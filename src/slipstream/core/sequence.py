@@ -95,9 +95,7 @@ class Sequence:
         eos = frozenset() if self.params.ignore_eos else self.eos_ids
         return eos | frozenset(self.params.stop_token_ids)
 
-    def commit(
-        self, tokens: Tokens[int], num_drafted: int, logprobs: Tokens[TokenLogprob] = ()
-    ) -> Event:
+    def commit(self, tokens: Tokens[int], num_drafted: int, logprobs: Tokens[TokenLogprob] = ()) -> Event:
         """Make tokens final, in order, until an end is met; the event holds those that were kept.
 
         The first `num_drafted` were drafted and accepted. What comes first in token order wins: an

@@ -1,0 +1,1 @@
+"""From raw logits to the law tokens are drawn from: masks, penalties and warps, as pure functions."""
