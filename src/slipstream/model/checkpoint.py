@@ -48,7 +48,9 @@ class Checkpoint:
     def bytes_as(self, width: int) -> int:
         """Bytes in memory with `width` bytes per floating-point number; other types keep theirs."""
         floats = sum(n for name, n in self.elements.items() if name in _FLOATS)
-        other = self.stored_bytes - sum(n * _WIDTH[name] for name, n in self.elements.items() if name in _FLOATS)
+        other = self.stored_bytes - sum(
+            n * _WIDTH[name] for name, n in self.elements.items() if name in _FLOATS
+        )
         return floats * width + other
 
 
@@ -58,15 +60,22 @@ def inspect(folder: Path) -> Checkpoint:
         names = {path.name for path in folder.iterdir()}
     if "config.json" not in names:
         gguf = sorted(name for name in names if name.endswith(".gguf"))
-        hint = f"pass the file itself: {folder / gguf[0]}" if gguf else "give the folder that save_pretrained wrote"
+        hint = (
+            f"pass the file itself: {folder / gguf[0]}"
+            if gguf
+            else "give the folder that save_pretrained wrote"
+        )
         raise ModelError(f"{folder} has no config.json, so it is not a model folder: {hint}")
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json") if "generation_config.json" in names else {}
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{folder / 'config.json'} names no model_type: fetch the file again from where it came")
+        raise ModelError(
+            f"{folder / 'config.json'} names no model_type: fetch the file again from where it came"
+        )
     if not any(name in names for name in _TOKENIZERS) and not any(n.endswith(".tiktoken") for n in names):
         raise ModelError(
-            f"{folder} has no tokenizer (no tokenizer.json): copy the tokenizer files of the model into it, e.g. "
+            f"{folder} has no tokenizer (no tokenizer.json): copy the tokenizer files of the model into "
+            "it, e.g. "
             "with AutoTokenizer.from_pretrained(…).save_pretrained(folder)"
         )
     elements: dict[str, int] = {}
@@ -75,7 +84,9 @@ def inspect(folder: Path) -> Checkpoint:
         header = read_header(path)
         absent = sorted(expected - header.keys())
         if absent:
-            raise ModelError(f"{path} lacks the tensor {absent[0]} that {_INDEX} promises: fetch the file again")
+            raise ModelError(
+                f"{path} lacks the tensor {absent[0]} that {_INDEX} promises: fetch the file again"
+            )
         for tensor in header.values():
             kind, (begin, end) = tensor["dtype"], tensor["data_offsets"]
             elements[kind] = elements.get(kind, 0) + math.prod(tensor["shape"])
@@ -92,19 +103,24 @@ def _weight_files(folder: Path, names: set[str]) -> dict[Path, set[str]]:
         files: dict[Path, set[str]] = {}
         for tensor, name in index.items():
             if not isinstance(name, str) or Path(name).name != name:
-                raise ModelError(f"{folder / _INDEX} points outside its folder: fetch the model from a source you trust")
+                raise ModelError(
+                    f"{folder / _INDEX} points outside its folder: fetch the model from a source you trust"
+                )
             files.setdefault(folder / name, set()).add(tensor)
         missing = sorted(path.name for path in files if path.name not in names)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ModelError(f"{folder} lacks {missing[0]}{more} of {len(files)} weight files: download the missing files")
+            raise ModelError(
+                f"{folder} lacks {missing[0]}{more} of {len(files)} weight files: download the missing files"
+            )
         return files
     if _SINGLE in names:
         return {folder / _SINGLE: set()}
     pickled = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
     if pickled:
         raise ModelError(
-            f"{folder} has only pickled weights ({pickled[0]}), which can run code when loaded: convert them with "
+            f"{folder} has only pickled weights ({pickled[0]}), which can run code when loaded: convert "
+            "them with "
             "model.save_pretrained(folder), which writes safetensors, or choose another source"
         )
     raise ModelError(f"{folder} has no weights (no {_SINGLE}): download the model again, completely")
@@ -134,5 +150,7 @@ def read_header(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{damaged} (header: {error}): delete it and fetch it again") from error
     if length != 8 + size + end:
-        raise ModelError(f"{damaged} ({length} bytes, should be {8 + size + end}): delete it and fetch it again")
+        raise ModelError(
+            f"{damaged} ({length} bytes, should be {8 + size + end}): delete it and fetch it again"
+        )
     return dict(header)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,15 @@ from slipstream.errors import ModelError, SlipstreamError
 from slipstream.model import memory
 from slipstream.model.progress import Progress
 from slipstream.model.quiet import first_line, quiet
-from slipstream.model.store import Store, manifest, reading_errors, require_room, seal, sha256_of, write_atomic
+from slipstream.model.store import (
+    Store,
+    manifest,
+    reading_errors,
+    require_room,
+    seal,
+    sha256_of,
+    write_atomic,
+)
 from slipstream.version import __version__
 
 _BF16 = 2
@@ -27,7 +36,9 @@ def convert_gguf(
     elements = _elements(gguf)
     weights = elements * _BF16
     memory.require(
-        weights + weights // 10, f"converting {gguf.name} to bfloat16", "close other programs or take a smaller model"
+        weights + weights // 10,
+        f"converting {gguf.name} to bfloat16",
+        "close other programs or take a smaller model",
     )
     partial = folder.with_name(f".{folder.name}.partial")
     with reading_errors(folder):
@@ -63,10 +74,14 @@ def _write(gguf: Path, folder: Path, eos_ids: tuple[int, ...]) -> dict[str, Any]
                 local_files_only=True,
                 trust_remote_code=False,
             )
-            tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(gguf.parent), gguf_file=gguf.name, local_files_only=True
+            )
             missing = sorted(info["missing_keys"])
             if missing:
-                raise ModelError(f"{gguf} lacks the tensor {missing[0]}: the file is incomplete, fetch it again")
+                raise ModelError(
+                    f"{gguf} lacks the tensor {missing[0]}: the file is incomplete, fetch it again"
+                )
             if "quantization_config" in model.config.to_dict():
                 del model.config.quantization_config  # the weights are plain now
             model.save_pretrained(folder)
@@ -75,7 +90,8 @@ def _write(gguf: Path, folder: Path, eos_ids: tuple[int, ...]) -> dict[str, Any]
         raise
     except Exception as error:  # transformers raises whatever its converters trip over
         raise ModelError(
-            f"{gguf} cannot be converted ({first_line(error)}): transformers {transformers.__version__} may not know "
+            f"{gguf} cannot be converted ({first_line(error)}): transformers {transformers.__version__} "
+            "may not know "
             "its architecture; pass the model's safetensors folder or hub id instead"
         ) from error
     if eos_ids:
@@ -93,7 +109,9 @@ def _elements(gguf: Path) -> int:
         reader = GGUFReader(str(gguf))
         return sum(int(tensor.n_elements) for tensor in reader.tensors)
     except PermissionError as error:
-        raise ModelError(f"{gguf} cannot be read (permission denied): check its owner and permissions") from error
+        raise ModelError(
+            f"{gguf} cannot be read (permission denied): check its owner and permissions"
+        ) from error
     except Exception as error:  # a cut file surfaces as whatever numpy makes of it
         raise ModelError(
             f"{gguf} is not a whole GGUF file ({first_line(error)}): download it again, completely"
@@ -116,7 +134,6 @@ def converted(gguf: Path, store: Store, progress: Progress) -> Path:
 
 def _digest(gguf: Path, store: Store, progress: Progress) -> str:
     """The file's SHA-256, remembered by path, size and time of change: hashing gigabytes takes seconds."""
-    import hashlib
 
     found = gguf.resolve()
     status = found.stat()

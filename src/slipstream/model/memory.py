@@ -62,7 +62,7 @@ def _cgroups(root: Path) -> list[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Inside a container the path may be the host's and not exist here; the top is then the container's own.
+        # In a container the path may be the host's and not exist here: the top is then the container's own
         own = base / path.strip("/")
         for folder in (own, *(p for p in own.parents if p == base or base in p.parents)):
             limit, used = _number(folder / names[0]), _number(folder / names[1])

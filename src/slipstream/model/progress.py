@@ -33,5 +33,11 @@ def size(number: int) -> str:
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= scale:
             value = number / scale
-            return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+            return (
+                f"{value:.2f} {unit}"
+                if value < 10
+                else f"{value:.1f} {unit}"
+                if value < 100
+                else f"{value:.0f} {unit}"
+            )
     return f"{number} bytes"

@@ -33,8 +33,10 @@ def quiet() -> Iterator[None]:
             logging.set_verbosity(verbosity)
             if bars:
                 logging.enable_progress_bar()
-            # disable_progress_bar of transformers disables the hub's too, so restore the hub last
-            if not hub_silent:
+            # the two of transformers switch the hub's bars as well, so those are put back last
+            if hub_silent:
+                hub.disable_progress_bars()
+            else:
                 hub.enable_progress_bars()
 
 

