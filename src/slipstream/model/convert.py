@@ -120,16 +120,20 @@ def _elements(gguf: Path) -> int:
 
 def converted(gguf: Path, store: Store, progress: Progress) -> Path:
     """The converted folder of the user's own .gguf file, by its content; converted now if need be."""
-    with reading_errors(gguf):
-        digest = _digest(gguf, store, progress)
-    name = f"{gguf.stem}-{digest[:12]}"
-    folder = store.model(name)
+    folder, digest = converted_folder(gguf, store, progress)
     if manifest(folder) is not None:
         return folder
-    with store.lock(name, progress):
+    with store.lock(folder.name, progress):
         if manifest(folder) is None:
             convert_gguf(gguf, folder, progress, sha256=digest)
     return folder
+
+
+def converted_folder(gguf: Path, store: Store, progress: Progress) -> tuple[Path, str]:
+    """Where the converted weights of this file belong, and the file's SHA-256."""
+    with reading_errors(gguf):
+        digest = _digest(gguf, store, progress)
+    return store.model(f"{gguf.stem}-{digest[:12]}"), digest
 
 
 def _digest(gguf: Path, store: Store, progress: Progress) -> str:

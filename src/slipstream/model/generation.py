@@ -62,7 +62,7 @@ def _ids(value: object) -> frozenset[int]:
     for i in value if isinstance(value, (list, tuple)) else [value]:
         if not isinstance(i, int) or isinstance(i, bool):
             raise ModelError(
-                f"eos_token_id must be a token id or a list of them, not {value!r}: mend generation_config.json"
+                f"eos_token_id must be one or more token ids, not {value!r}: mend generation_config.json"
             )
         ids.append(i)
     return frozenset(i for i in ids if i >= 0)  # -1 is written for "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def fetch_from_hub(repo_id: str, *, trust_remote_code: bool, progress: Progress)
     if isinstance(found, errors.HFValidationError):
         return HubMiss("it is not a valid repository name")
     if isinstance(found, BaseException):
-        return _cached(repo_id, wanted) or HubMiss(_why(found))
+        return cached_snapshot(repo_id, wanted) or HubMiss(_why(found))
     _require_safetensors(repo_id, [sibling.rfilename for sibling in found.siblings or []])
     return _download(repo_id, wanted, progress)
 
@@ -79,13 +80,13 @@ def _why(error: BaseException) -> str:
     return f"the hub {constants.ENDPOINT} cannot be reached: {first_line(error)}"
 
 
-def _cached(repo_id: str, wanted: list[str]) -> Path | None:
+def cached_snapshot(repo_id: str, wanted: Sequence[str] = _WANTED) -> Path | None:
     """The snapshot already here, if huggingface_hub knows it to be complete."""
     try:
         with quiet():
             return Path(
                 huggingface_hub.snapshot_download(
-                    repo_id, allow_patterns=wanted, ignore_patterns=_UNWANTED, local_files_only=True
+                    repo_id, allow_patterns=list(wanted), ignore_patterns=_UNWANTED, local_files_only=True
                 )
             )
     except Exception:

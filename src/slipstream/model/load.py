@@ -16,10 +16,10 @@ from slipstream.errors import CapacityError, ModelError, ParameterError, Slipstr
 from slipstream.model import memory
 from slipstream.model.catalogue import CATALOGUE, CatalogueModel, close_names, find
 from slipstream.model.checkpoint import Checkpoint, inspect
-from slipstream.model.convert import convert_gguf, converted
+from slipstream.model.convert import convert_gguf, converted, converted_folder
 from slipstream.model.download import fetch_gguf
 from slipstream.model.generation import GenerationDefaults, generation_defaults
-from slipstream.model.hub import fetch_from_hub
+from slipstream.model.hub import cached_snapshot, fetch_from_hub
 from slipstream.model.progress import Progress, Silent, size
 from slipstream.model.quiet import first_line, quiet
 from slipstream.model.store import Store, manifest, reading_errors
@@ -57,23 +57,9 @@ def resolve(spec: str, *, progress: Progress | None = None, trust_remote_code: b
     entry = find(spec)
     if entry is not None:
         return _catalogue_folder(entry, trust_remote_code, progress)
-    path = Path(spec).expanduser()
-    if spec.strip() == "":
-        raise ModelError(f"no model was named: give a hub id, a folder, a .gguf file or one of {_names()}")
-    with reading_errors(path):
-        is_file, is_folder = path.is_file(), path.is_dir()
-    if is_file and path.suffix.lower() == ".gguf":
-        return converted(path, Store.default(), progress)
-    if is_file:
-        raise ModelError(
-            f"{spec} is a file but not a .gguf file: give its folder if it belongs to a model folder"
-        )
-    if is_folder:
-        return path.resolve()
-    if path.suffix.lower() == ".gguf":
-        raise ModelError(f"there is no file {spec}: check the path")
-    if spec[0] in "./~\\" or not _REPOSITORY.fullmatch(spec):
-        raise ModelError(f"there is no folder {spec}: check the path, or give a hub id or one of {_names()}")
+    path = _local_path(spec)
+    if path is not None:
+        return path.resolve() if path.is_dir() else converted(path, Store.default(), progress)
     found = fetch_from_hub(spec, trust_remote_code=trust_remote_code, progress=progress)
     if isinstance(found, Path):
         return found
@@ -86,10 +72,41 @@ def resolve(spec: str, *, progress: Progress | None = None, trust_remote_code: b
     )
 
 
-def cached_folder(entry: CatalogueModel) -> Path | None:
-    """Where a catalogue model lies complete in the Slipstream cache, without fetching anything."""
-    folder = Store.default().model(entry.name)
+def local_folder(spec: str) -> Path | None:
+    """What `resolve` would give without fetching or converting anything; None if it would have to."""
+    store = Store.default()
+    entry = find(spec)
+    if entry is not None:
+        folder = store.model(entry.name)
+        return folder if manifest(folder) is not None else cached_snapshot(entry.hub_id)
+    path = _local_path(spec)
+    if path is None:
+        return cached_snapshot(spec)
+    if path.is_dir():
+        return path.resolve()
+    folder = converted_folder(path, store, Silent())[0]
     return folder if manifest(folder) is not None else None
+
+
+def _local_path(spec: str) -> Path | None:
+    """The folder or .gguf file that spec names, None if it can only be a hub id. ModelError for neither."""
+    if spec.strip() == "":
+        raise ModelError(f"no model was named: give a hub id, a folder, a .gguf file or one of {_names()}")
+    path = Path(spec).expanduser()
+    with reading_errors(path):
+        is_file, is_folder = path.is_file(), path.is_dir()
+    if is_folder:
+        return path
+    gguf = path.suffix.lower() == ".gguf"
+    if is_file and gguf:
+        return path
+    if is_file:
+        raise ModelError(f"{spec} is a file but not a .gguf file: give its folder if it belongs to a model")
+    if gguf:
+        raise ModelError(f"there is no file {spec}: check the path")
+    if not _REPOSITORY.fullmatch(spec):
+        raise ModelError(f"there is no folder {spec}: check the path, or give a hub id or one of {_names()}")
+    return None
 
 
 def _catalogue_folder(entry: CatalogueModel, trust_remote_code: bool, progress: Progress) -> Path:
@@ -133,7 +150,7 @@ def load(
     checkpoint = inspect(path)
     _require_known_code(spec, checkpoint, trust_remote_code)
     chosen = wanted or _auto_dtype(checkpoint, where)
-    require_memory(spec, checkpoint, chosen, where)
+    require_memory(spec, checkpoint.bytes_as(chosen.itemsize), chosen, where)
     progress.stage(f"loading {spec}", 0)
     model, tokenizer = _from_pretrained(spec, path, chosen, where, trust_remote_code)
     model.eval()
@@ -150,9 +167,8 @@ def load(
     )
 
 
-def require_memory(spec: str, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """CapacityError unless the weights in that dtype fit, with a twentieth of working room."""
-    weights = checkpoint.bytes_as(dtype.itemsize)
+def require_memory(spec: str, weights: int, dtype: torch.dtype, device: torch.device) -> None:
+    """CapacityError unless so many bytes of weights fit, with a twentieth of working room."""
     needed = weights + weights // 20
     smaller = " or load it as bfloat16" if dtype.itemsize > 2 else ""
     what = f"{spec} as {str(dtype).removeprefix('torch.')}"
@@ -272,4 +288,4 @@ def _names() -> str:
     return ", ".join(entry.name for entry in CATALOGUE)
 
 
-__all__ = ["LoadedModel", "cached_folder", "load", "require_memory", "resolve"]
+__all__ = ["LoadedModel", "load", "local_folder", "require_memory", "resolve"]

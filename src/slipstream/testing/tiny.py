@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from slipstream.model.quiet import quiet
+
 BYTES = 256
 BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = BYTES, BYTES + 1
@@ -110,6 +112,7 @@ def save_tiny(
     """Writes a checkpoint folder that from_pretrained reads; `tiny` are arguments of tiny_model."""
     model = tiny_model(**tiny) if model is None else model
     tokenizer = tiny_tokenizer(max(MIN_VOCAB, model.config.vocab_size)) if tokenizer is None else tokenizer
-    model.to(dtype).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    with quiet():
+        model.to(dtype).save_pretrained(path)
+        tokenizer.save_pretrained(path)
     return path
