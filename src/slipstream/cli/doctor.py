@@ -1,0 +1,190 @@
+"""`slipstream doctor`: what this machine can run, and what would be refused and why."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.errors import SlipstreamError
+
+
+def doctor(
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Also check this model (it is not downloaded).", show_default=False)
+    ] = None,
+) -> None:
+    """Report on this machine: versions, processor, memory, disk, GPUs, models. Exit status 1 if --model "
+    "is refused."""
+    from slipstream.cli.output import print_json
+
+    report = gather(model)
+    if json_:
+        print_json(report)
+    else:
+        _print(report)
+    if model is not None and report["models"][-1]["refused"]:
+        raise typer.Exit(1)
+
+
+def gather(model: str | None) -> dict[str, Any]:
+    """The report as plain values; sizes in bytes."""
+    import torch
+    import transformers
+
+    from slipstream.model import memory
+    from slipstream.model.catalogue import CATALOGUE
+    from slipstream.model.store import cache_dir
+    from slipstream.version import __version__
+
+    cache = cache_dir()
+    there = next(p for p in (cache, *cache.absolute().parents) if p.exists())
+    processor = _processor()
+    gpus = _gpus()
+    dtype, why = _advised(processor, gpus)
+    report: dict[str, Any] = {
+        "versions": {
+            "slipstream": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "system": platform.platform(),
+        "processor": processor,
+        "memory": {
+            "total_bytes": memory.total(),
+            "available_bytes": memory.available(),
+            "cgroup_limit_bytes": memory.cgroup_limit(Path("/")),
+        },
+        "cache": {"path": str(cache), "free_bytes": shutil.disk_usage(there).free},
+        "gpus": gpus,
+        "advised_dtype": dtype,
+        "advised_because": why,
+        "models": [],
+    }
+    for spec in [entry.name for entry in CATALOGUE] + ([model] if model is not None else []):
+        report["models"].append(_check(spec, dtype, "cuda" if gpus else "cpu"))
+    return report
+
+
+def _processor() -> dict[str, Any]:
+    import psutil
+    import torch
+
+    flags = torch.cpu.get_capabilities()
+    wanted = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
+    return {
+        "name": str(flags.get("cpu_name") or platform.processor() or platform.machine()),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
+        "threads": psutil.cpu_count() or 1,
+        "torch_threads": torch.get_num_threads(),
+        "torch_kernels": torch.backends.cpu.get_cpu_capability(),
+        "instructions": [name for name in wanted if flags.get(name)],
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "free_bytes": free,
+                "total_bytes": total,
+            }
+        )
+    return found
+
+
+def _advised(processor: dict[str, Any], gpus: list[dict[str, Any]]) -> tuple[str, str]:
+    """The dtype to load models in, and the reason."""
+    if gpus:
+        if float(gpus[0]["capability"]) >= 8:
+            return "bfloat16", "the GPU computes it natively"
+        return "float16", "the GPU has no native bfloat16"
+    if {"avx512_bf16", "amx_bf16", "bf16"} & set(processor["instructions"]):
+        return "bfloat16", "the processor computes it natively and it halves the memory traffic"
+    return (
+        "float32",
+        "the processor has no bfloat16 instructions; bfloat16 halves the memory but may be slower",
+    )
+
+
+def _check(spec: str, dtype: str, device: str) -> dict[str, Any]:
+    """Whether a model could be loaded now, without downloading anything."""
+    import torch
+
+    from slipstream.model.catalogue import find
+    from slipstream.model.checkpoint import inspect
+    from slipstream.model.load import DTYPES, local_folder, require_memory
+
+    row: dict[str, Any] = {"model": spec, "path": None, "weight_bytes": None, "refused": None, "note": None}
+    try:
+        folder = local_folder(spec)
+        if folder is None:
+            row["note"] = f"not on this machine: slipstream pull {spec}"
+            entry = find(spec)
+            if entry is not None:
+                row["weight_bytes"] = entry.parameters * DTYPES[dtype].itemsize
+                require_memory(spec, row["weight_bytes"], DTYPES[dtype], torch.device(device))
+            return row
+        row["path"] = str(folder)
+        checkpoint = inspect(folder)
+        row["weight_bytes"] = checkpoint.bytes_as(DTYPES[dtype].itemsize)
+        require_memory(spec, row["weight_bytes"], DTYPES[dtype], torch.device(device))
+    except SlipstreamError as error:
+        row["refused"] = str(error)
+    return row
+
+
+def _print(report: dict[str, Any]) -> None:
+    from slipstream.cli.output import plain_table, stdout
+    from slipstream.model.progress import size
+
+    cpu, memory, cache = report["processor"], report["memory"], report["cache"]
+    limit = memory["cgroup_limit_bytes"]
+    inside = f" (container limit {size(limit)})" if limit is not None else ""
+    gpus = [
+        f"{g['device']} {g['name']}, {size(g['free_bytes'])} of {size(g['total_bytes'])} free"
+        for g in report["gpus"]
+    ]
+    rows = [
+        ("versions", ", ".join(f"{name} {number}" for name, number in report["versions"].items())),
+        ("system", report["system"]),
+        (
+            "processor",
+            f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads (torch uses {cpu['torch_threads']})",
+        ),
+        (
+            "instructions",
+            f"{' '.join(cpu['instructions']) or 'none of interest'} (torch kernels: {cpu['torch_kernels']})",
+        ),
+        ("memory", f"{size(memory['available_bytes'])} available of {size(memory['total_bytes'])}{inside}"),
+        ("cache", f"{cache['path']} ({size(cache['free_bytes'])} free)"),
+        ("GPUs", "\n".join(gpus) or "none that torch can use"),
+        ("advised dtype", f"{report['advised_dtype']}: {report['advised_because']}"),
+    ]
+    console = stdout()
+    table = plain_table("", "")
+    table.show_header = False
+    for name, value in rows:
+        table.add_row(f"[bold]{name}", value.replace("[", r"\["))
+    console.print(table)
+    models = plain_table("\nMODEL", "\nWEIGHTS", "\nSTATE")
+    for row in report["models"]:
+        weights = size(row["weight_bytes"]) if row["weight_bytes"] is not None else "-"
+        state = f"refused: {row['refused']}" if row["refused"] else row["note"] or f"fits: {row['path']}"
+        models.add_row(row["model"], weights, state.replace("[", r"\["))
+    console.print(models)

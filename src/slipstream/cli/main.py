@@ -1,0 +1,96 @@
+"""The command line: which commands there are, and how errors leave it.
+
+Results go to stdout; progress and messages to stderr. Exit status: 0 fine, 2 for a mistake that the user can
+mend (one line says how), 130 after Ctrl-C. A new command is one line in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.cli.doctor import doctor
+from slipstream.cli.models import models
+from slipstream.cli.pull import pull
+from slipstream.errors import SlipstreamError
+from slipstream.version import __version__
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "pull": pull,
+    "models": models,
+    "doctor": doctor,
+}
+
+
+def build_app() -> typer.Typer:
+    """The application with all commands."""
+    app = typer.Typer(
+        name="slipstream",
+        help="Exact speculative decoding for Hugging Face models.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # plain text: errors stay one line
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_top)
+    for name, command in {**COMMANDS, "version": version}.items():
+        app.command(name)(guarded(command))
+    return app
+
+
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"slipstream {__version__}")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+def _top(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    pass  # the option's callback does it: it runs before typer asks for a command
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with its errors turned into one line and an exit status."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except SlipstreamError as error:
+            fail(error)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("slipstream: interrupted", err=True)
+            raise typer.Exit(130) from None
+
+    return run
+
+
+def fail(error: SlipstreamError) -> None:
+    """Prints an error as one line on stderr."""
+    typer.echo(f"slipstream: error: {' '.join(str(error).split())}", err=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and leaves with its exit status."""
+    try:
+        build_app()(args=None if arguments is None else list(arguments), prog_name="slipstream")
+    except KeyboardInterrupt:  # while the modules were still loading
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""`slipstream models`: the catalogue, and what is on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A complete model folder of the Slipstream cache."""
+
+    name: str
+    path: Path
+    bytes: int
+    source: str
+
+
+def cached_models() -> list[CachedModel]:
+    """All complete model folders of the cache, by name; broken or half-made ones are not listed."""
+    from slipstream.model.store import Store, folder_bytes, manifest
+
+    folder = Store.default().root / "models"
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        record = manifest(path)
+        if record is not None:
+            source = str(record.get("source", ""))
+            found.append(CachedModel(path.name, path, folder_bytes(path), source))
+    return found
+
+
+def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the catalogue and the models in the cache."""
+    from slipstream.cli.output import plain_table, print_json, stdout
+    from slipstream.model.catalogue import CATALOGUE
+    from slipstream.model.progress import size
+    from slipstream.model.store import Store, reading_errors
+
+    root = Store.default().root
+    with reading_errors(root):
+        cached = {model.name: model for model in cached_models()}
+    catalogue: list[dict[str, Any]] = [
+        {
+            "name": entry.name,
+            "hub_id": entry.hub_id,
+            "licence": entry.licence,
+            "parameters": entry.parameters,
+            "layers": entry.layers,
+            "hidden": entry.hidden,
+            "vocabulary": entry.vocabulary,
+            "download_bytes": entry.wheel_bytes,
+            "converted_bytes": entry.converted_bytes,
+            "path": str(cached[entry.name].path) if entry.name in cached else None,
+        }
+        for entry in CATALOGUE
+    ]
+    others = [m for m in cached.values() if m.name not in {entry.name for entry in CATALOGUE}]
+    if json_:
+        listed = [
+            {"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source}
+            for m in cached.values()
+        ]
+        print_json({"cache": str(root), "catalogue": catalogue, "cached": listed})
+        return
+    console = stdout()
+    table = plain_table("CATALOGUE", "PARAMETERS", "LAYERS", "DOWNLOAD", "ON DISK", "LICENCE", "STATE")
+    for entry in CATALOGUE:
+        state = "cached" if entry.name in cached else f"slipstream pull {entry.name}"
+        on_disk = cached[entry.name].bytes if entry.name in cached else entry.converted_bytes
+        table.add_row(
+            entry.name,
+            f"{entry.parameters / 1e9:.2f} B",
+            f"{entry.layers} × {entry.hidden}",
+            size(entry.wheel_bytes),
+            size(on_disk),
+            entry.licence,
+            state,
+        )
+    console.print(table)
+    if others:
+        more = plain_table("\nCONVERTED FILES", "\nON DISK", "\nFROM")
+        for model in others:
+            more.add_row(model.name, size(model.bytes), model.source)
+        console.print(more)
+    console.print(f"\ncache: {root}", markup=False, soft_wrap=True)

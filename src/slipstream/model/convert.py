@@ -1,0 +1,154 @@
+"""GGUF files into plain bf16 safetensors, once, in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ModelError, SlipstreamError
+from slipstream.model import memory
+from slipstream.model.progress import Progress
+from slipstream.model.quiet import first_line, quiet
+from slipstream.model.store import (
+    Store,
+    manifest,
+    reading_errors,
+    require_room,
+    seal,
+    sha256_of,
+    write_atomic,
+)
+from slipstream.version import __version__
+
+_BF16 = 2
+
+
+def convert_gguf(
+    gguf: Path, folder: Path, progress: Progress, *, sha256: str, eos_ids: tuple[int, ...] = ()
+) -> Path:
+    """Dequantises a GGUF file into `folder` (config, bf16 safetensors, tokenizer); the folder appears whole.
+
+    The caller holds the lock of the folder's name. eos_ids, if given, replace the file's single one.
+    """
+    elements = _elements(gguf)
+    weights = elements * _BF16
+    memory.require(
+        weights + weights // 10,
+        f"converting {gguf.name} to bfloat16",
+        "close other programs or take a smaller model",
+    )
+    partial = folder.with_name(f".{folder.name}.partial")
+    with reading_errors(folder):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        require_room(partial, weights, f"converting {gguf.name} to bfloat16")
+    progress.stage(f"converting {gguf.name} to bfloat16", 0)
+    try:
+        with reading_errors(folder):
+            versions = _write(gguf, partial, eos_ids)
+            seal(partial, {"source": gguf.name, "sha256": sha256, **versions})
+            if folder.exists():
+                shutil.rmtree(folder)
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _write(gguf: Path, folder: Path, eos_ids: tuple[int, ...]) -> dict[str, Any]:
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    try:
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(gguf.parent),
+                gguf_file=gguf.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.bfloat16,
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(gguf.parent), gguf_file=gguf.name, local_files_only=True
+            )
+            missing = sorted(info["missing_keys"])
+            if missing:
+                raise ModelError(
+                    f"{gguf} lacks the tensor {missing[0]}: the file is incomplete, fetch it again"
+                )
+            if "quantization_config" in model.config.to_dict():
+                del model.config.quantization_config  # the weights are plain now
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except (SlipstreamError, OSError):
+        raise
+    except Exception as error:  # transformers raises whatever its converters trip over
+        raise ModelError(
+            f"{gguf} cannot be converted ({first_line(error)}): transformers {transformers.__version__} "
+            "may not know "
+            "its architecture; pass the model's safetensors folder or hub id instead"
+        ) from error
+    if eos_ids:
+        path = folder / "generation_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        write_atomic(path, json.dumps({**settings, "eos_token_id": list(eos_ids)}, indent=2) + "\n")
+    return {"slipstream": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
+
+
+def _elements(gguf: Path) -> int:
+    """How many numbers the file's tensors hold; ModelError for a file that is not whole GGUF."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(gguf))
+        return sum(int(tensor.n_elements) for tensor in reader.tensors)
+    except PermissionError as error:
+        raise ModelError(
+            f"{gguf} cannot be read (permission denied): check its owner and permissions"
+        ) from error
+    except Exception as error:  # a cut file surfaces as whatever numpy makes of it
+        raise ModelError(
+            f"{gguf} is not a whole GGUF file ({first_line(error)}): download it again, completely"
+        ) from error
+
+
+def converted(gguf: Path, store: Store, progress: Progress) -> Path:
+    """The converted folder of the user's own .gguf file, by its content; converted now if need be."""
+    folder, digest = converted_folder(gguf, store, progress)
+    if manifest(folder) is not None:
+        return folder
+    with store.lock(folder.name, progress):
+        if manifest(folder) is None:
+            convert_gguf(gguf, folder, progress, sha256=digest)
+    return folder
+
+
+def converted_folder(gguf: Path, store: Store, progress: Progress) -> tuple[Path, str]:
+    """Where the converted weights of this file belong, and the file's SHA-256."""
+    with reading_errors(gguf):
+        digest = _digest(gguf, store, progress)
+    return store.model(f"{gguf.stem}-{digest[:12]}"), digest
+
+
+def _digest(gguf: Path, store: Store, progress: Progress) -> str:
+    """The file's SHA-256, remembered by path, size and time of change: hashing gigabytes takes seconds."""
+
+    found = gguf.resolve()
+    status = found.stat()
+    key = f"{found}\n{status.st_size}\n{status.st_mtime_ns}"
+    note = store.root / "digests" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    try:
+        kept = json.loads(note.read_bytes())
+        if kept["key"] == key and len(kept["sha256"]) == 64:
+            return str(kept["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    digest = sha256_of(found, progress)
+    write_atomic(note, json.dumps({"key": key, "sha256": digest}))
+    return digest

