@@ -95,7 +95,9 @@ def _only_drafter(module: Any, name: str) -> type[Drafter]:
         if isinstance(v, type) and issubclass(v, Drafter) and v.__module__ == module.__name__
     ]
     if len(own) != 1:
-        raise DrafterError(f"drafter module {name!r} must define exactly one Drafter class, it has {len(own)}")
+        raise DrafterError(
+            f"drafter module {name!r} must define exactly one Drafter class, it has {len(own)}"
+        )
     return _checked(own[0], name)
 
 

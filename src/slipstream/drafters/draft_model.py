@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.core.noise import Purpose, gumbel
+from slipstream.core.noise import Purpose
 from slipstream.drafters.base import Draft, Drafter, DraftRequest, Needs, TargetInfo, TokenTree, empty_draft
 from slipstream.errors import ParameterError
-from slipstream.logits.pipeline import warped
+from slipstream.logits.warp import warped_law
 from slipstream.model.load import load
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Runner
@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
             for request, read in zip(active, pending, strict=True):
                 self._runner.cache.commit(request.seq_id, range(len(read)))
                 self._rows[request.seq_id].cached.extend(read)
-            self._choose(active, logits[:, : self._vocab])
+            self._choose(active, logits[:, : self._vocab])  # [rows, V]
             going = [
                 (r, [self._rows[r.seq_id].drafted[-1]])
                 for r, p in zip(active, pending, strict=True)
@@ -141,7 +141,7 @@ class ModelDrafter(Drafter):
         if any(threshold):
             top = logits.float().softmax(-1).amax(-1).tolist()
             confident = [p >= t for p, t in zip(top, threshold, strict=True)]
-        best = logits.argmax(-1).tolist()
+        best = logits.float().argmax(-1).tolist()
         for i, request in enumerate(active):
             row = self._rows[request.seq_id]
             if not confident[i]:
@@ -149,12 +149,10 @@ class ModelDrafter(Drafter):
             if not self._samples(request):
                 row.drafted.append(best[i])
                 continue
-            law = warped(logits[i], request.params)  # [V] float64
-            support = law.nonzero()[:, 0]
+            law = warped_law(logits[i], request.params, self._vocab)
             position = len(request.tokens) + len(row.drafted)
-            noise = gumbel(support, request.seed, position, Purpose.DRAFT)
-            row.drafted.append(int(support[(law[support].log() + noise).argmax()]))
-            row.laws.append(torch.nn.functional.pad(law, (0, self._target_vocab - len(law))))
+            row.drafted.append(law.draw(request.seed, position, Purpose.DRAFT))
+            row.laws.append(law.dense(self._target_vocab))  # [V] float64
 
     def _samples(self, request: DraftRequest) -> bool:
         return self._config.sampled and request.params.temperature > 0

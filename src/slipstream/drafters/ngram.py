@@ -28,7 +28,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
-            raise ParameterError(f"ngram needs 1 <= min_n <= max_n, not min_n={self.min_n}, max_n={self.max_n}")
+            raise ParameterError(
+                f"ngram needs 1 <= min_n <= max_n, not min_n={self.min_n}, max_n={self.max_n}"
+            )
         if self.num_speculative_tokens < 0:
             raise ParameterError("ngram needs num_speculative_tokens of 0 or more")
 

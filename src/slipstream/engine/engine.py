@@ -25,7 +25,7 @@ from slipstream.drafters.none import Config as NoConfig
 from slipstream.drafters.none import NoDrafter
 from slipstream.engine.scheduler import Scheduler
 from slipstream.errors import CapacityError, DrafterError, ParameterError
-from slipstream.logits.pipeline import LogitsPipeline, logprobs
+from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Output, Runner
 from slipstream.verify import Verdict, build_views, choose_rule
@@ -98,7 +98,9 @@ class Engine:
             raise ParameterError("the prompt is empty; give at least one token")
         bad = next((t for t in prompt if not 0 <= t < self.runner.vocab_size), None)
         if bad is not None:
-            raise ParameterError(f"prompt token {bad} is outside the model's vocabulary of {self.runner.vocab_size}")
+            raise ParameterError(
+                f"prompt token {bad} is outside the model's vocabulary of {self.runner.vocab_size}"
+            )
         room = self.context - len(prompt)
         if room < 1:
             raise CapacityError(
@@ -107,7 +109,9 @@ class Engine:
             )
         for token in (*params.logit_bias, *params.stop_token_ids):
             if not 0 <= token < self.runner.vocab_size:
-                raise ParameterError(f"token id {token} is outside the vocabulary of {self.runner.vocab_size}")
+                raise ParameterError(
+                    f"token id {token} is outside the vocabulary of {self.runner.vocab_size}"
+                )
         if params.stop and self._decode is None:
             raise ParameterError("stop strings need a tokenizer; use stop_token_ids")
         seed = params.seed if seed is None else seed
@@ -149,7 +153,7 @@ class Engine:
         """One turn: read prompts, draft, verify, commit. Gives what was added, row by row."""
         began = time.perf_counter()
         before = self.seconds.copy()
-        events = self._apply_cancels()
+        events = self.apply_cancels()
         for sequence in self._scheduler.admit():
             self.runner.cache.open(sequence.id)
             self.drafter.open(sequence.id, sequence.prompt)
@@ -165,7 +169,7 @@ class Engine:
         self.seconds.other += spent - told.target - told.prefill - told.drafter
         return events
 
-    def _apply_cancels(self) -> list[Event]:
+    def apply_cancels(self) -> list[Event]:
         events = []
         for seq_id in sorted(self._cancelled):
             sequence = self.find(seq_id)
@@ -177,12 +181,18 @@ class Engine:
 
     def _read_prompts(self) -> None:
         pieces, rows = [], []
+        reading: set[int] = set()
         for sequence, start, end in self._scheduler.chunks():
-            twin = self._read_groups.get(sequence.group) if sequence.group is not None else None
-            if start == 0 and end > 0 and twin is not None and twin in self.runner.cache:
-                self.runner.cache.copy_prefix(twin, sequence.id, len(sequence.prompt) - 1)
-                self._scheduler.read(sequence, len(sequence.prompt) - 1)
-            elif end > start:
+            if start == 0 and end > 0 and sequence.group is not None and self._can_share:
+                twin = self._read_groups.get(sequence.group)
+                if twin is not None:
+                    self.runner.cache.copy_prefix(twin, sequence.id, len(sequence.prompt) - 1)
+                    self._scheduler.read(sequence, len(sequence.prompt) - 1)
+                    continue
+                if sequence.group in reading:
+                    continue  # its twin reads the same prompt right now
+                reading.add(sequence.group)
+            if end > start:
                 pieces.append((sequence, start, end))
                 rows.append(PackRow(sequence.id, sequence.prompt[start:end]))
             else:
@@ -201,6 +211,12 @@ class Engine:
             features = {k: v[span.start : span.end] for k, v in output.features.items()}
             observations.append(Observation(sequence.id, start, sequence.prompt[start:end], features))
         self._observe(observations)
+
+    @property
+    def _can_share(self) -> bool:
+        """Whether a prompt's cache may be copied: a drafter that is fed features must see them all."""
+        needs = self.drafter.needs
+        return not (needs.hidden_layers or needs.last_hidden)
 
     def _plan(self, rows: list[Sequence]) -> list[Budget]:
         """The controller's budgets, cut to what can still be emitted or fits the context.
@@ -226,7 +242,9 @@ class Engine:
         drafts = self.drafter.propose(asked) if asked else []
         self.seconds.drafter += time.perf_counter() - clock
         if len(drafts) != len(asked):
-            raise DrafterError(f"drafter {self.drafter.name!r} gave {len(drafts)} drafts for {len(asked)} requests")
+            raise DrafterError(
+                f"drafter {self.drafter.name!r} gave {len(drafts)} drafts for {len(asked)} requests"
+            )
         draft_of = {r.seq_id: self._fit(r, d) for r, d in zip(asked, drafts, strict=True)}
         return [_Work(s, draft_of.get(s.id) or Draft(TokenTree.root(s.tokens[-1]))) for s in rows]
 
@@ -245,7 +263,9 @@ class Engine:
         inside = [n for n, t in enumerate(draft.tree.tokens) if n == 0 or 0 <= t < self.vocab_size]
         if len(inside) < len(draft.tree):
             if draft.q is not None:
-                raise DrafterError(f"drafter {self.drafter.name!r} drew a token outside the target's vocabulary")
+                raise DrafterError(
+                    f"drafter {self.drafter.name!r} drew a token outside the target's vocabulary"
+                )
             draft = draft.select(inside)
         return draft
 
@@ -260,7 +280,11 @@ class Engine:
         views = build_views(
             [
                 ViewRow(
-                    self._pipelines[w.sequence.id], w.sequence.tokens, w.draft.tree, w.sequence.seed, span.start
+                    self._pipelines[w.sequence.id],
+                    w.sequence.tokens,
+                    w.draft.tree,
+                    w.sequence.seed,
+                    span.start,
                 )
                 for w, span in zip(work, spans, strict=True)
             ],
@@ -274,8 +298,11 @@ class Engine:
                 parents = (0, *verdict.path)
                 chosen = (*(w.draft.tree.tokens[n] for n in verdict.path), verdict.token)
                 for node, token in zip(parents, chosen, strict=True):
-                    row = output.logits[span.start + node, : self.vocab_size]
-                    rows.append(logprobs(row, token, w.sequence.params.logprobs))
+                    rows.append(
+                        self._pipelines[w.sequence.id].logprobs(
+                            output.logits[span.start + node], token, w.sequence.params.logprobs
+                        )
+                    )
             chosen_logprobs.append(rows)
         return output, verdicts, chosen_logprobs
 

@@ -73,9 +73,7 @@ def slot_attention(
         rows = round_up(span.count, ROWS)
         part = grouped[:, :, span.start : span.start + rows]  # [kv_heads, G, rows, D]
         if len(spans) > 1:  # the next row's tokens must not stand in for padding
-            part = torch.nn.functional.pad(
-                grouped[:, :, span.start : span.end], (0, 0, 0, rows - span.count)
-            )
+            part = torch.nn.functional.pad(grouped[:, :, span.start : span.end], (0, 0, 0, rows - span.count))
         result = torch.nn.functional.scaled_dot_product_attention(
             part,
             keys[:, None].expand(-1, part.shape[1], -1, -1),

@@ -36,7 +36,9 @@ class Taps:
         count = len(self._decoder.layers)  # type: ignore[arg-type]
         for layer in needs.hidden_layers:
             if not 0 <= layer <= count:
-                raise ModelError(f"a drafter wants hidden states after layer {layer}; the target has {count} layers")
+                raise ModelError(
+                    f"a drafter wants hidden states after layer {layer}; the target has {count} layers"
+                )
         self._layers = count
 
     @contextmanager

@@ -1,0 +1,86 @@
+"""`load`: a model name and a drafter in, something that answers out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream.control import Controller
+from slipstream.core.draft import Drafter
+from slipstream.core.params import SamplingParams
+from slipstream.drafters import TargetInfo, build_drafter
+from slipstream.engine.engine import Engine
+from slipstream.engine.session import Session
+from slipstream.model.generation import GenerationDefaults
+from slipstream.model.load import LoadedModel
+from slipstream.model.load import load as load_model
+from slipstream.model.progress import Progress
+from slipstream.model.runner import Runner
+
+
+def load(
+    model: str | LoadedModel,
+    drafter: str | Drafter = "none",
+    *,
+    controller: Controller | str | None = None,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    max_rows: int = 8,
+    context: int | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Session:
+    """Load a target and a drafter.
+
+    model: catalogue name, folder, .gguf file, hub id, or a model loaded before (whose weights are then
+    packed in place). drafter: `name:key=value,…`, see `slipstream drafters`. max_rows: sequences
+    decoded at once. context: most tokens a sequence, prompt included; None is the model's own.
+    """
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
+    loaded = load_model(model, dtype=dtype, device=device, **options) if isinstance(model, str) else model
+    runner = Runner(loaded.model, pack=True)
+    info = TargetInfo(
+        vocab_size=min(runner.vocab_size, len(loaded.tokenizer)),
+        context=runner.context,
+        tokenizer=loaded.tokenizer,
+        dtype=str(next(loaded.model.parameters()).dtype).removeprefix("torch."),
+        device=str(runner.device),
+        eos_ids=loaded.generation_config.eos_ids,
+        model=loaded.model,
+        options=options,
+    )
+    try:
+        built = build_drafter(drafter, info)
+        engine = Engine(
+            runner,
+            built,
+            vocab_size=info.vocab_size,
+            eos_ids=info.eos_ids,
+            decode=lambda ids: loaded.tokenizer.decode(list(ids), skip_special_tokens=True),
+            controller=controller,
+            max_rows=max_rows,
+            context=context,
+        )
+    except BaseException:
+        runner.close()
+        raise
+    return Session(engine, loaded.tokenizer, info, default_params(loaded.generation_config))
+
+
+def default_params(defaults: GenerationDefaults) -> SamplingParams:
+    """The checkpoint's own way of decoding, as its generation_config.json says.
+
+    A checkpoint that does not say `do_sample` is decoded greedily.
+    """
+    values: dict[str, Any] = {}
+    if defaults.do_sample:
+        values["temperature"] = 1.0 if defaults.temperature is None else defaults.temperature
+        values |= {
+            name: value
+            for name in ("top_k", "top_p", "min_p")
+            if (value := getattr(defaults, name)) is not None
+        }
+    if defaults.repetition_penalty is not None:
+        values["repetition_penalty"] = defaults.repetition_penalty
+    return SamplingParams(**values)

@@ -1,0 +1,57 @@
+"""What people pass as a prompt: text, token ids, or a chat; one or many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from slipstream.errors import ParameterError
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+def is_single(prompts: object) -> bool:
+    """Whether this is one prompt, not a list of them."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise ParameterError(f"a prompt is text, token ids or a chat, not {type(prompts).__name__}")
+    return len(prompts) > 0 and all(
+        isinstance(p, (int, Mapping)) and not isinstance(p, bool) for p in prompts
+    )
+
+
+def encode(tokenizer: Any, prompt: Prompt, **template_options: Any) -> list[int]:
+    """Token ids of one prompt. Text is taken as it is; a chat goes through the model's template."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ParameterError("the prompt is empty; give some text")
+        ids = list(need_tokenizer(tokenizer)(prompt)["input_ids"])
+        if not ids:
+            raise ParameterError("the prompt has no tokens; give some text")
+        return ids
+    if not len(prompt):
+        raise ParameterError("the prompt is empty; give at least one token or message")
+    if isinstance(prompt[0], Mapping):
+        return chat_ids(tokenizer, cast("Sequence[Mapping[str, Any]]", prompt), **template_options)
+    return [int(t) for t in cast("Sequence[int]", prompt)]
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
+    """Token ids of a chat, ready for the assistant's answer."""
+    tokenizer = need_tokenizer(tokenizer)
+    if not tokenizer.chat_template:
+        raise ParameterError("this model has no chat template; give plain text (--no-chat-template)")
+    try:
+        encoded = tokenizer.apply_chat_template(
+            [dict(m) for m in messages], add_generation_prompt=True, return_dict=True, **template_options
+        )
+    except Exception as error:  # templates are programs of the model's author and raise what they like
+        raise ParameterError(f"the model's chat template refuses these messages: {error}") from error
+    return list(encoded["input_ids"])
+
+
+def need_tokenizer(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise ParameterError("text and chats need a tokenizer; give token ids, or pass a tokenizer")
+    return tokenizer

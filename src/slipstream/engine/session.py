@@ -1,0 +1,190 @@
+"""`Session`: an engine with a tokenizer, for people: prompts in, completions out.
+
+`slipstream.load` gives one. It adds no decoding of its own; everything is `Engine.step`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+from slipstream.control import Controller
+from slipstream.core.draft import Drafter
+from slipstream.core.params import SamplingParams
+from slipstream.core.sequence import Event, FinishReason, TokenLogprob
+from slipstream.core.sequence import Sequence as Row
+from slipstream.core.stats import DraftCounts, Seconds
+from slipstream.drafters import build_drafter
+from slipstream.drafters.base import TargetInfo
+from slipstream.engine.engine import Engine
+from slipstream.engine.inputs import Prompt, encode, is_single
+from slipstream.errors import ParameterError
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished answer.
+
+    tokens holds the end token, text does not. drafted[i] tells whether token i was drafted and
+    accepted. counts are the raw draft counters of this answer; seconds are those of the whole call.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    finish_reason: FinishReason
+    drafted: tuple[bool, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    counts: DraftCounts
+    seed: int
+    seconds: Seconds = field(default_factory=Seconds)
+
+    @property
+    def tau(self) -> float:
+        """Tokens a target pass, bonus included."""
+        return self.counts.tau
+
+
+class Session:
+    """Owns an engine, a tokenizer and the drafters built for it. Use as a context manager, or `close`."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, info: TargetInfo, defaults: SamplingParams) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.info = info
+        self.defaults = defaults
+        self._built: list[Drafter] = [engine.drafter]
+
+    # -- drafters -------------------------------------------------------------------------------
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.engine.drafter
+
+    def use(self, drafter: str | Drafter, controller: Controller | str | None = None) -> Drafter:
+        """Draft with this from now on; gives it. An earlier one is kept until `close`."""
+        built = build_drafter(drafter, self.info)
+        if built not in self._built:
+            self._built.append(built)
+        self.engine.set_drafter(built, controller)
+        return built
+
+    # -- generation -----------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None, **template: Any) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **template: Any
+    ) -> Any: ...
+
+    def generate(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **template: Any
+    ) -> Any:
+        """Answer one prompt (text, token ids, or a chat) or a list of them, all together.
+
+        params: one for all, or one a prompt; None is the model's own defaults. A single prompt gives a
+        `Completion`, or with n > 1 a list of them; a list of prompts gives a list of either.
+        """
+        single = is_single(prompts)
+        given: list[Prompt] = [prompts] if single else list(prompts)
+        many = self._params(params, len(given))
+        encoded = [encode(self.tokenizer, p, **template) for p in given]
+        before = self.engine.seconds.copy()
+        ids: list[list[int]] = []
+        try:
+            for prompt, one in zip(encoded, many, strict=True):
+                ids.append(self._add(prompt, one))
+            rows = {i: self.engine.find(i) for group in ids for i in group}
+            for _ in self.engine.run():
+                pass
+        except BaseException:
+            self._abandon([i for group in ids for i in group])
+            raise
+        seconds = self.engine.seconds - before
+        answers = [
+            [self._completion(row, seconds) for i in group if (row := rows[i]) is not None] for group in ids
+        ]
+        shaped = [group if one.n > 1 else group[0] for group, one in zip(answers, many, strict=True)]
+        return shaped[0] if single else shaped
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[Event]:
+        """Answer one prompt piece by piece. Closing the iterator cancels the request."""
+        if not is_single(prompt):
+            raise ParameterError("stream takes one prompt; use generate for several")
+        (one,) = self._params(params, 1)
+        if one.n != 1:
+            raise ParameterError(f"stream gives one answer, n must be 1, not {one.n}")
+        (seq_id,) = self._add(encode(self.tokenizer, prompt, **template), one)
+        try:
+            while self.engine.find(seq_id) is not None:
+                yield from (e for e in self.engine.step() if e.seq_id == seq_id)
+        finally:
+            self._abandon([seq_id])
+
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.defaults] * count
+        if len(params) != count:
+            raise ParameterError(
+                f"{count} prompts need {count} parameters (or one for all), not {len(params)}"
+            )
+        return list(params)
+
+    def _add(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        """Queue n sequences; sequence i has seed + i."""
+        seed = secrets.randbits(62) if params.seed is None else params.seed
+        first = self.engine.add(prompt, params, seed=seed)
+        if params.n == 1:
+            return [first]
+        row = self.engine.find(first)
+        assert row is not None
+        row.group = first
+        rest = [self.engine.add(prompt, params, seed=seed + i, group=first) for i in range(1, params.n)]
+        return [first, *rest]
+
+    def _abandon(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self.engine.cancel(seq_id)
+        self.engine.apply_cancels()
+
+    def _completion(self, row: Row, seconds: Seconds) -> Completion:
+        assert row.finish_reason is not None
+        return Completion(
+            row.text,
+            tuple(row.output),
+            len(row.prompt),
+            row.finish_reason,
+            tuple(row.drafted),
+            tuple(row.logprobs) if row.params.logprobs is not None else None,
+            row.counts,
+            row.seed,
+            replace(seconds),
+        )
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of words that must not appear, with and without a space before them."""
+        spellings = [w for word in words for w in (word, " " + word)]
+        found = (tuple(self.tokenizer(w, add_special_tokens=False)["input_ids"]) for w in spellings)
+        return tuple(dict.fromkeys(f for f in found if f))
+
+    def close(self) -> None:
+        """Free models, caches and drafters."""
+        for drafter in self._built:
+            if drafter is not self.engine.drafter:
+                drafter.shutdown()
+        self._built.clear()
+        self.engine.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
