@@ -30,7 +30,8 @@ class AdditiveConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.start <= self.max:
             raise ParameterError(
-                f"additive needs 0 <= min <= start <= max, not min={self.min}, start={self.start}, max={self.max}"
+                "additive needs 0 <= min <= start <= max, not"
+                f" min={self.min}, start={self.start}, max={self.max}"
             )
         if self.history < 1:
             raise ParameterError(f"additive needs history of at least 1, not {self.history}")

@@ -27,7 +27,7 @@ from slipstream.model.vocab import shared_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class DraftModelConfig:
     """model: id, folder, .gguf file or catalogue name. dtype: as for the target unless given.
 
     min_confidence: stop before a token whose likeliest candidate has less probability than this.
@@ -57,10 +57,10 @@ class _Row:
 
 class ModelDrafter(Drafter):
     name = "draft_model"
-    Config = Config
+    Config = DraftModelConfig
     needs = Needs(reads_prompt=True)
 
-    def __init__(self, config: Config, target: TargetInfo, runner: Runner | None = None) -> None:
+    def __init__(self, config: DraftModelConfig, target: TargetInfo, runner: Runner | None = None) -> None:
         """`runner` stands in for loading `config.model` (a model that is loaded already)."""
         self._config = config
         self.num_speculative_tokens = config.num_speculative_tokens

@@ -16,7 +16,7 @@ from slipstream.errors import ParameterError
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class NgramConfig:
     """max_n, min_n: longest and shortest suffix looked for. num_speculative_tokens: tokens copied.
 
     The default of 7 makes, with the root, the 8 rows a step is padded to anyway.
@@ -51,9 +51,9 @@ class _Index:
 
 class NgramDrafter(Drafter):
     name = "ngram"
-    Config = Config
+    Config = NgramConfig
 
-    def __init__(self, config: Config, target: TargetInfo) -> None:
+    def __init__(self, config: NgramConfig, target: TargetInfo) -> None:
         self._config = config
         self.num_speculative_tokens = config.num_speculative_tokens
         self._indexes: dict[int, _Index] = {}

@@ -9,16 +9,16 @@ from slipstream.drafters.base import Draft, Drafter, DraftRequest, TargetInfo, e
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class NoConfig:
     """No options."""
 
 
 class NoDrafter(Drafter):
     name = "none"
-    Config = Config
+    Config = NoConfig
     num_speculative_tokens = 0
 
-    def __init__(self, config: Config, target: TargetInfo) -> None:
+    def __init__(self, config: NoConfig, target: TargetInfo) -> None:
         pass
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:

@@ -21,8 +21,7 @@ from slipstream.core.sequence import Event, Sequence, TokenLogprob
 from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.core.text import Decode, TextStream
 from slipstream.core.tree import TokenTree
-from slipstream.drafters.none import Config as NoConfig
-from slipstream.drafters.none import NoDrafter
+from slipstream.drafters.none import NoConfig, NoDrafter
 from slipstream.engine.scheduler import Scheduler
 from slipstream.errors import CapacityError, DrafterError, ParameterError
 from slipstream.logits.pipeline import LogitsPipeline
@@ -257,7 +256,8 @@ class Engine:
         tree = draft.tree
         if tree.tokens[0] != request.root:
             raise DrafterError(
-                f"drafter {self.drafter.name!r} rooted its draft at token {tree.tokens[0]}, the root is {request.root}"
+                f"drafter {self.drafter.name!r} rooted its draft at token {tree.tokens[0]},"
+                f" the root is {request.root}"
             )
         draft = draft.truncate(request.budget.depth, request.budget.nodes)
         inside = [n for n, t in enumerate(draft.tree.tokens) if n == 0 or 0 <= t < self.vocab_size]

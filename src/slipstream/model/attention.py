@@ -63,7 +63,7 @@ def slot_attention(
     step.layers_seen.add(layer)
     heads, total = query.shape[1], query.shape[2]
     kv_heads = key.shape[1]
-    grouped = query[0].unflatten(0, (kv_heads, heads // kv_heads))  # [kv_heads, G, T, D]
+    grouped = query[0].view(kv_heads, heads // kv_heads, total, -1)  # [kv_heads, G, T, D]
     spans = step.pack.spans
     output = query.new_zeros(total, kv_heads, heads // kv_heads, value.shape[-1])  # [T, kv_heads, G, D]
     for index, span in enumerate(spans):

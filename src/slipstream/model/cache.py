@@ -81,7 +81,7 @@ class SlotCache:
     def write(
         self, slot: int, layer: int, keys: torch.Tensor, values: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put keys and values [kv_heads, n, head_dim] behind the length; gives [kv_heads, width, head_dim]."""
+        """Put keys and values [kv_heads, n, head_dim] behind the length; gives [.., width, head_dim]."""
         entry = self._slots[slot]
         pair = entry.layers.get(layer)
         if pair is None:

@@ -30,7 +30,8 @@ class PackedLinear(nn.Module):
         return self.in_features * self.out_features * self.dtype.itemsize
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -39,7 +40,7 @@ def can_pack(model: nn.Module) -> bool:
     return (
         parameter.device.type == "cpu"
         and parameter.dtype in PACKABLE
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and (parameter.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 

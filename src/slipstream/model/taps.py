@@ -46,7 +46,7 @@ class Taps:
         """Hooks live only inside the block, so the model is left as it was."""
         features: Features = {}
         handles = []
-        layers = self._decoder.layers
+        layers: Any = self._decoder.layers
         for layer in self._needs.hidden_layers:
             if layer < self._layers:
 
@@ -56,13 +56,13 @@ class Taps:
                     hidden = args[0] if args else kwargs["hidden_states"]
                     features[key] = hidden[0]
 
-                handles.append(layers[layer].register_forward_pre_hook(entering, with_kwargs=True))  # type: ignore[index]
+                handles.append(layers[layer].register_forward_pre_hook(entering, with_kwargs=True))
             else:
 
                 def leaving(_module: nn.Module, _args: Any, output: Any, key: int = layer) -> None:
                     features[key] = (output[0] if isinstance(output, tuple) else output)[0]
 
-                handles.append(layers[layer - 1].register_forward_hook(leaving))  # type: ignore[index]
+                handles.append(layers[layer - 1].register_forward_hook(leaving))
         if self._needs.last_hidden:
 
             def last(_module: nn.Module, _args: Any, output: Any) -> None:
