@@ -60,7 +60,9 @@ class Index:
 
 @pytest.fixture
 def entry() -> CatalogueModel:
-    packages = tuple(DataPackage(f"fake-part{i + 1}", "1.0", size + 700, size) for i, size in enumerate(SIZES))
+    packages = tuple(
+        DataPackage(f"fake-part{i + 1}", "1.0", size + 700, size) for i, size in enumerate(SIZES)
+    )
     whole = b"".join(content(i) for i in range(3))
     return CatalogueModel(
         name="fake",
@@ -224,7 +226,11 @@ RETRY = "WARNING: Retrying (Retry(total=1)) after connection broken by 'NewConne
 @pytest.mark.parametrize(
     ("stderr", "kind", "says"),
     [
-        (IGNORED + "ERROR: No matching distribution found for fake-part1==1.0\n" + IGNORED, ModelError, "(No matching"),
+        (
+            IGNORED + "ERROR: No matching distribution found for fake-part1==1.0\n" + IGNORED,
+            ModelError,
+            "(No matching",
+        ),
         (RETRY + "ERROR: No matching distribution found\n", ModelError, "index cannot be reached"),
         (IGNORED, ModelError, "no reason given"),
         ("ERROR: Could not install: [Errno 28] No space left on device\n", CapacityError, "disk is full"),
@@ -233,7 +239,9 @@ RETRY = "WARNING: Retrying (Retry(total=1)) after connection broken by 'NewConne
 )
 def test_a_failing_pip_gives_its_reason_and_the_fix(entry, tmp_path, monkeypatch, stderr, kind, says):
     def failing(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert "--only-binary=:all:" in command and "--no-deps" in command and command[-1] == "fake-part1==1.0"
+        assert (
+            "--only-binary=:all:" in command and "--no-deps" in command and command[-1] == "fake-part1==1.0"
+        )
         return subprocess.CompletedProcess(command, 1, "", stderr)
 
     monkeypatch.setattr(subprocess, "run", failing)
