@@ -343,6 +343,16 @@ def test_too_little_memory_is_said_before_loading(folder, monkeypatch):
     assert "as float32" in text
 
 
+def test_memory_that_runs_out_anyway_is_said(folder, tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes\nmore")
+
+    gguf = save_tiny_gguf(tmp_path / "t.gguf", tiny_model("qwen2", vocab_size=260))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    assert "memory ran out" in refusal(folder, CapacityError)
+    assert "memory ran out" in refusal(gguf, CapacityError)
+
+
 def test_too_little_memory_to_convert(tmp_path, monkeypatch):
     path = save_tiny_gguf(tmp_path / "t.gguf", tiny_model("qwen2", vocab_size=260))
     monkeypatch.setattr(memory, "available", lambda: 1000)
