@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import lru_cache
@@ -32,7 +33,6 @@ from slipstream.verify.rejection import residual
 
 EXACT = 1e-12
 PAIRS = 30
-N = 4  # output tokens; chains have depth 2, so more than one pass is always needed
 
 WARPS = (
     SamplingParams(temperature=1.0),
@@ -61,11 +61,11 @@ def drafter_law(vocab: int, seed: int, params: SamplingParams) -> LawAt:
 
 def shape(pair: int) -> tuple[int, int]:
     """Vocabulary and chain depth of a random pair."""
-    return (4, 1) if pair % 5 == 4 else (3, 2)
+    return (4, 2) if pair % 5 == 4 else (3, 2)
 
 
 def violations(
-    target: LawAt, truth: LawAt, propose: Propose, rule: Rule, first_pass: float, n: int = N
+    target: LawAt, truth: LawAt, propose: Propose, rule: Rule, first_pass: float, n: int
 ) -> list[str]:
     """What is wrong: the law of the output, or the number of tokens a pass yields."""
     found = emitted(target, propose, rule, n)
@@ -110,16 +110,9 @@ SHAPES = {"chain": greedy_chain, "tree": random_tree}
 
 
 def point_mass_violations(pair: int, trees: str, rule: Rule) -> list[str]:
-    vocab, _ = shape(pair)
-    target, tree_at = table(vocab, pair), SHAPES[trees](pair)
-    return violations(
-        target,
-        target,
-        fixed_tree(tree_at),
-        rule,
-        tree_expectation(target, tree_at((0,))),
-        n=N if vocab == 3 else 3,
-    )
+    target, tree_at = table(shape(pair)[0], pair), SHAPES[trees](pair)
+    expected = tree_expectation(target, tree_at((0,)))
+    return violations(target, target, fixed_tree(tree_at), rule, expected, n=5)
 
 
 @pytest.mark.parametrize("trees", SHAPES)
@@ -173,9 +166,10 @@ def test_point_mass_fault_is_caught(fault: Rule, caught_by: str, trees: str) -> 
 # -- rejection --------------------------------------------------------------------------------------
 
 
-def rejection_violations(
-    pair: int, rule: Rule, fault: Callable[[Propose, LawAt], Propose] | None = None
-) -> list[str]:
+Fault = Callable[[Propose, LawAt], Propose]
+
+
+def rejection_violations(pair: int, rule: Rule, fault: Fault | None = None) -> list[str]:
     vocab, depth = shape(pair)
     params, drafting = WARPS[pair % len(WARPS)], WARPS[(pair * 3 + 1) % len(WARPS)]
     target, truth = pipeline_law(vocab, pair, params), naive_law(vocab, pair, params)
@@ -192,23 +186,17 @@ def naive_law(vocab: int, seed: int, params: SamplingParams) -> LawAt:
 
     def law(prefix: Prefix) -> torch.Tensor:
         logits = model.logits(prefix).tolist()
-        weights = {
-            t: torch.tensor(x, dtype=torch.float64).div(params.temperature).exp().item()
-            for t, x in enumerate(logits)
-        }
+        weights = {token: math.exp(x / params.temperature) for token, x in enumerate(logits)}
         if params.top_k:
             edge = sorted(weights.values(), reverse=True)[params.top_k - 1]
             weights = {t: w for t, w in weights.items() if w >= edge}
-        total = sum(weights.values())
-        weights = {
-            t: w
-            for t, w in weights.items()
-            if sum(v for v in weights.values() if v > w) < params.top_p * total
-        }
+        wanted = params.top_p * sum(weights.values())
+        values = list(weights.values())
+        weights = {t: w for t, w in weights.items() if sum(v for v in values if v > w) < wanted}
         best = max(weights.values())
         weights = {t: w for t, w in weights.items() if w >= params.min_p * best}
-        total = sum(weights.values())
-        return torch.tensor([weights.get(t, 0.0) / total for t in range(vocab)], dtype=torch.float64)
+        row = torch.tensor([weights.get(t, 0.0) for t in range(vocab)], dtype=torch.float64)  # [V]
+        return row / row.sum()
 
     return lru_cache(maxsize=None)(law)
 
@@ -320,7 +308,7 @@ def greedy_with_soft_q(propose: Propose, raw: LawAt) -> Propose:
 
 
 @pytest.mark.parametrize("fault", [unwarped_q, dropped_for_its_value, greedy_with_soft_q])
-def test_untruthful_draft_is_caught(fault: Callable[[Propose, LawAt], Propose]) -> None:
+def test_untruthful_draft_is_caught(fault: Fault) -> None:
     assert any("law" in rejection_violations(pair, rejection, fault) for pair in range(10))
 
 
