@@ -98,7 +98,7 @@ class SamplingParams:
             ),
             (_whole(self.min_tokens, 0), f"min_tokens must be 0 or more, not {self.min_tokens}"),
             (
-                not _whole(self.max_tokens, 1) or _finite(self.min_tokens, 0, self.max_tokens),
+                not _whole(self.max_tokens, 1) or _finite(self.min_tokens, 0, self.max_tokens or 0),
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
             ),
             (all(isinstance(s, str) for s in self.stop), f"stop must hold strings, not {self.stop!r}"),
