@@ -148,6 +148,7 @@ class Drafter(ABC):
     name: str = ""
     needs: Needs = Needs()
     num_speculative_tokens: int = 0  # draft length unless a controller decides otherwise
+    num_draft_nodes: int = 0  # as many tokens in all, for trees; 0: a chain's
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:  # noqa: B027
         """A row was admitted."""

@@ -68,7 +68,12 @@ def slot_attention(
     output = query.new_zeros(total, kv_heads, heads // kv_heads, value.shape[-1])  # [T, kv_heads, G, D]
     for index, span in enumerate(spans):
         keys, values = step.cache.write(
-            span.slot, layer, key[0, :, span.start : span.end], value[0, :, span.start : span.end], span.width
+            span.slot,
+            layer,
+            key[0, :, span.start : span.end],
+            value[0, :, span.start : span.end],
+            span.width,
+            span.behind,
         )  # [kv_heads, W, D]
         rows = round_up(span.count, ROWS)
         part = grouped[:, :, span.start : span.start + rows]  # [kv_heads, G, rows, D]

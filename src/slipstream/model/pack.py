@@ -23,12 +23,15 @@ class PackRow:
     """Tokens to compute for one slot, behind its committed length.
 
     parents None: a causal run, token i follows token i-1. Otherwise the tokens are a tree, see
-    `TokenTree`.
+    `TokenTree`; several may have the parent -1, the committed tokens. behind: parents of uncommitted
+    tokens that earlier forwards left behind the length. These are nodes 0 to len(behind) - 1, and the
+    new tokens, which may be their children, are numbered on from there.
     """
 
     slot: int
     tokens: Sequence[int]
     parents: Sequence[int] | None = None
+    behind: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ class Span:
     count: int
     length: int  # committed tokens of the slot before this forward
     width: int  # key/value columns shown to attention
-    parents: Sequence[int] | None
-    depths: Sequence[int]
+    parents: Sequence[int] | None  # of all nodes, those behind included; None: one chain
+    depths: Sequence[int]  # of all nodes
+    behind: int = 0  # uncommitted nodes written before
 
     @property
     def end(self) -> int:
@@ -53,10 +57,10 @@ class Span:
         With a window w, only positions above its own minus w (its position is length + depth). Rows
         beyond the row's nodes are padding and see what the last node sees.
         """
-        allowed = torch.zeros(self.count, self.width, dtype=torch.bool)
+        allowed = torch.zeros(self.behind + self.count, self.width, dtype=torch.bool)
         if self.parents is None:
             columns = torch.arange(self.width)
-            positions = self.length + torch.arange(self.count)[:, None]  # [count, 1]
+            positions = self.length + torch.arange(self.behind + self.count)[:, None]  # [nodes, 1]
             allowed = columns <= positions
             if window is not None:
                 allowed &= columns > positions - window
@@ -78,7 +82,7 @@ class Span:
         # The most negative number, not -inf: a window may hide a whole block of keys, whose maximum
         # would be -inf and whose softmax NaN. Masked keys still get a weight of exactly 0.
         mask = torch.full((rows, self.width), torch.finfo(dtype).min, dtype=dtype)
-        mask[: self.count].masked_fill_(allowed, 0.0)
+        mask[: self.count].masked_fill_(allowed[self.behind :], 0.0)
         mask[self.count :] = mask[self.count - 1]
         return mask[None, None].to(device)
 
@@ -110,13 +114,16 @@ def build_pack(rows: Sequence[tuple[PackRow, int, int]], device: torch.device) -
     positions: list[int] = []
     spans: list[Span] = []
     for row, length, width in rows:
-        count = len(row.tokens)
-        chain = row.parents is None or list(row.parents) == list(range(-1, count - 1))
-        parents = None if chain else row.parents
-        depths: Sequence[int] = range(count) if parents is None else tree_depths(parents)
-        spans.append(Span(row.slot, len(ids), count, length, width, parents, depths))
+        count, behind = len(row.tokens), len(row.behind)
+        nodes = behind + count
+        new = range(behind - 1, nodes - 1) if row.parents is None else row.parents
+        parents: list[int] | None = [*row.behind, *new]
+        if parents == list(range(-1, nodes - 1)):
+            parents = None
+        depths: Sequence[int] = range(nodes) if parents is None else tree_depths(parents)
+        spans.append(Span(row.slot, len(ids), count, length, width, parents, depths, behind))
         ids.extend(row.tokens)
-        positions.extend(length + d for d in depths)
+        positions.extend(length + d for d in depths[behind:])
     padding = round_up(len(ids), ROWS) - len(ids)
     line = torch.tensor([ids + [0] * padding, positions + [0] * padding], device=device)  # [2, T]
     return Pack(line[:1], line[1:], tuple(spans))
