@@ -16,6 +16,7 @@ import typer
 from slipstream.cli.doctor import doctor
 from slipstream.cli.models import models
 from slipstream.cli.pull import pull
+from slipstream.cli.tune import tune
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
@@ -23,6 +24,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "pull": pull,
     "models": models,
     "doctor": doctor,
+    "tune": tune,
 }
 
 
