@@ -129,10 +129,11 @@ def grow(
     beams: Sequence[Beam],
     vocab: int,
     *,
+    banned: torch.Tensor | None = None,
     after_reading: Callable[[Beam], None] | None = None,
     draw: Callable[[Beam], Draw | None] = lambda _: None,
 ) -> None:
-    """Fill the beams. vocab: ids that may be drafted.
+    """Fill the beams. vocab: ids that may be drafted. banned: of these, which may not, bool [vocab].
 
     after_reading: called once for each row when its `read` tokens are computed, to commit them; without it
     they stay uncommitted, in front of the drafted ones. draw: how the tokens of a row are sampled, None
@@ -151,7 +152,10 @@ def grow(
             for beam, _ in active:
                 after_reading(beam)
         seen = [len(beam.tokens) for beam, _ in active]
-        _expand([beam for beam, _ in active], output.logits[:, :vocab], draw)
+        logits = output.logits[:, :vocab]  # [nodes, vocab]
+        if banned is not None:
+            logits = logits.masked_fill(banned, float("-inf"))
+        _expand([beam for beam, _ in active], logits, draw)
         following = ((beam, beam.next_level(n)) for (beam, _), n in zip(active, seen, strict=True))
         active = [(beam, row) for beam, row in following if row is not None]
         asked, first = "all", False
