@@ -229,13 +229,14 @@ def sample(using: Drafter, total: int) -> tuple[Counter[tuple[int, ...]], Engine
 
 def test_intersect_mode_keeps_the_law() -> None:
     law, total = true_law(), 600
-    using = drafter(mode="intersect", num_speculative_tokens=2)
+    config = CrossVocabConfig("tiny", mode="intersect", num_speculative_tokens=2)
+    using = CrossVocabDrafter(config, INFO, twin(0.05), DRAFTS["permuted"][1])  # right, but not too often
     counts, engine = sample(using, total)
     assert set(counts) <= set(law)
     assert 0.2 < acceptance(engine) < 0.95
     assert chi_square_z(counts, law, total) < 4
-    wrong, _ = sample(Untruthful(using), 300)
-    assert chi_square_z(wrong, law, 300) > 4  # the test can fail
+    wrong, _ = sample(Untruthful(using), total)
+    assert chi_square_z(wrong, law, total) > 6  # the test can fail
 
 
 def test_q_is_the_law_of_the_shared_tokens_renormalised() -> None:
