@@ -113,9 +113,7 @@ DRAFTERS = (*adversaries({}, VOCAB, WIDTH), "none", "ngram", "draft_model")
 
 
 def engine_of(name: str, drafter: Drafter, controller: Any, **options: Any) -> Engine:
-    return Engine(
-        runner(name), drafter, vocab_size=VOCAB, eos_ids={EOS}, controller=controller, **options
-    )
+    return Engine(runner(name), drafter, vocab_size=VOCAB, eos_ids={EOS}, controller=controller, **options)
 
 
 def test_the_references_are_not_trivial() -> None:
