@@ -83,7 +83,7 @@ def test_chain_verification_gives_the_bits_of_plain_steps(dtype: str) -> None:
 
 
 def test_without_the_padding_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail. (At this size it is fp32 that shows it; bf16 needs the size of a real model.)"""
+    """The test above can fail. (fp32 shows it at this size, bf16 only at a real one.)"""
     model, tokens = held("float32"), text()
     for module in (pack, attention, runner):
         monkeypatch.setattr(module, "ROWS", 1)
