@@ -85,9 +85,10 @@ class Engine:
         """
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
-        self.drafter = drafter or self._plain
-        self.controller = build_controller(controller, self.drafter.num_speculative_tokens)
-        self.runner.tap(self.drafter.needs)
+        drafter = drafter or self._plain
+        built = build_controller(controller, drafter.num_speculative_tokens)
+        self.runner.tap(drafter.needs)
+        self.drafter, self.controller = drafter, built
 
     def add(
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
@@ -130,8 +131,9 @@ class Engine:
         return sequence.id
 
     def cancel(self, seq_id: int) -> None:
-        """End a request; takes effect at the next step's boundary, ids that are gone are ignored."""
-        self._cancelled.add(seq_id)
+        """End a request; takes effect at the next step's boundary, unknown ids are ignored."""
+        if self.find(seq_id) is not None:
+            self._cancelled.add(seq_id)
 
     def find(self, seq_id: int) -> Sequence | None:
         """The live sequence of this id."""
@@ -378,10 +380,12 @@ class Engine:
 
     def close(self) -> None:
         """Free everything. The model gets its own attention back."""
-        for sequence in list(self._scheduler):
-            self._retire(sequence)
-        self.drafter.shutdown()
-        self.runner.close()
+        try:
+            for sequence in list(self._scheduler):
+                self._retire(sequence)
+            self.drafter.shutdown()
+        finally:
+            self.runner.close()
 
     def __enter__(self) -> Engine:
         return self
