@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,10 +43,25 @@ class SamplingParams:
         set_ = object.__setattr__
         if isinstance(self.stop, str):
             set_(self, "stop", (self.stop,))
-        set_(self, "stop", tuple(self.stop))
-        set_(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
-        set_(self, "bad_words", tuple(tuple(int(t) for t in w) for w in self.bad_words))
-        set_(self, "logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
+        readings: Sequence[tuple[str, str, Callable[[], object]]] = (
+            ("stop", "a list of strings", lambda: tuple(self.stop)),
+            ("stop_token_ids", "a list of token ids", lambda: tuple(int(t) for t in self.stop_token_ids)),
+            (
+                "bad_words",
+                "a list of token id lists",
+                lambda: tuple(tuple(int(t) for t in word) for word in self.bad_words),
+            ),
+            (
+                "logit_bias",
+                "a mapping of token ids to numbers",
+                lambda: {int(k): float(v) for k, v in self.logit_bias.items()},
+            ),
+        )
+        for name, kind, read in readings:
+            try:
+                set_(self, name, read())
+            except (TypeError, ValueError, AttributeError):
+                raise ParameterError(f"{name} must be {kind}, not {getattr(self, name)!r}") from None
         checks: Sequence[tuple[bool, str]] = (
             (
                 self.max_tokens is None or _whole(self.max_tokens, 1),
@@ -77,11 +92,16 @@ class SamplingParams:
             ),
             (all(k >= 0 for k in self.logit_bias), "logit_bias keys must be token ids (0 or more)"),
             (all(self.bad_words), "bad_words must not hold an empty word"),
+            (
+                all(t >= 0 for ids in (self.stop_token_ids, *self.bad_words) for t in ids),
+                "stop_token_ids and bad_words must hold token ids (0 or more)",
+            ),
             (_whole(self.min_tokens, 0), f"min_tokens must be 0 or more, not {self.min_tokens}"),
             (
-                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                not _whole(self.max_tokens, 1) or _finite(self.min_tokens, 0, self.max_tokens or 0),
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
             ),
+            (all(isinstance(s, str) for s in self.stop), f"stop must hold strings, not {self.stop!r}"),
             (all(self.stop), "stop must not hold an empty string: it would end every answer at once"),
             (
                 self.logprobs is None or (_whole(self.logprobs, 0) and self.logprobs <= 1000),
@@ -89,7 +109,7 @@ class SamplingParams:
             ),
             (_whole(self.n, 1), f"n must be a whole number of at least 1, not {self.n}"),
             (
-                self.seed is None or isinstance(self.seed, int),
+                self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
                 f"seed must be a whole number, not {self.seed!r}",
             ),
         )
@@ -107,4 +127,7 @@ def _whole(value: object, low: int) -> bool:
 
 
 def _finite(value: object, low: float, high: float = float("inf")) -> bool:
-    return isinstance(value, (int, float)) and low <= value <= high and value != float("inf")
+    """A number (not NaN, not infinite, not a truth value) within the bounds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return low <= value <= high and value != float("inf")

@@ -99,18 +99,19 @@ class Sequence:
         """Make tokens final, in order, until an end is met; the event holds those that were kept.
 
         The first `num_drafted` were drafted and accepted. What comes first in token order wins: an
-        EOS before a stop string, a stop string before the length limit at the same token.
+        EOS before a stop string, a stop string before the length limit at the same token. After the
+        end, nothing is kept.
         """
         kept = 0
         for token in tokens:
+            if self.finished:
+                break
             self.tokens.append(token)
             self.drafted.append(kept < num_drafted)
             kept += 1
             self.finish_reason = self._end_at(token)
-            if self.finished:
-                break
-        if self.stream and self.finished:
-            self.stream.finish()
+        if self.stream and self.finished and self.stream.finish():
+            self.finish_reason = "stop"
         kept_logprobs = tuple(logprobs[:kept])
         self.logprobs.extend(kept_logprobs)
         return Event(

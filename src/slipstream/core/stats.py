@@ -30,7 +30,7 @@ class DraftCounts:
         """One verification: draft depth and drafted nodes, accepted drafted tokens, emitted tokens.
 
         What was accepted but lies behind an end (EOS, stop string, limit) was not emitted and does
-        not count.
+        not count, neither as accepted nor as tested.
         """
         accepted = min(accepted, emitted)
         self.passes += 1
@@ -43,7 +43,7 @@ class DraftCounts:
                 counter.append(0)
         for i in range(depth):
             self.drafted_at[i] += 1
-            self.tested_at[i] += accepted >= i
+            self.tested_at[i] += accepted >= i and emitted > i
             self.accepted_at[i] += accepted > i
 
     def add(self, other: DraftCounts) -> None:

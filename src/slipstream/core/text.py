@@ -19,7 +19,7 @@ class TextStream:
     def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop = tuple(stop)
-        self._longest = max((len(s) for s in stop), default=0)
+        self._longest = max((len(s) for s in self._stop), default=0)
         self._tokens: list[int] = []
         self._window = 0  # first token of the decoding window
         self._read = 0  # tokens whose text is already in `text`
@@ -37,13 +37,12 @@ class TextStream:
         old = len(self.text)
         self.text += now[len(before) :]
         self._window, self._read = self._read, len(self._tokens)
-        if check_stop and self._stop:
-            return self._cut(max(0, old - self._longest + 1))
-        return False
+        return check_stop and self._cut(old)
 
-    def _cut(self, start: int) -> bool:
-        """Cut at the stop string that is complete first; of those, the one that starts first."""
-        found = [(at + len(s), at) for s in self._stop if (at := self.text.find(s, start)) >= 0]
+    def _cut(self, old: int) -> bool:
+        """Cut at the stop string that ends first beyond `old`; of those, at the one that starts first."""
+        starts = [(s, max(0, old - len(s) + 1)) for s in self._stop]
+        found = [(at + len(s), at) for s, start in starts if (at := self.text.find(s, start)) >= 0]
         if not found:
             return False
         _, at = min(found)
@@ -51,14 +50,20 @@ class TextStream:
         self.stopped = True
         return True
 
-    def finish(self) -> None:
-        """No more tokens: what is held back becomes final, broken characters included."""
-        if not self.stopped:
-            before = self._decode(self._tokens[self._window : self._read])
-            now = self._decode(self._tokens[self._window :])
-            self.text += now[len(before) :]
-            self._window, self._read = self._read, len(self._tokens)
+    def finish(self) -> bool:
+        """No more tokens: what is held back becomes final, broken characters included.
+
+        True if a stop string was in it, which is then cut off.
+        """
         self._longest = 0
+        if self.stopped:
+            return False
+        before = self._decode(self._tokens[self._window : self._read])
+        now = self._decode(self._tokens[self._window :])
+        old = len(self.text)
+        self.text += now[len(before) :]
+        self._window, self._read = self._read, len(self._tokens)
+        return self._cut(old)
 
     def take(self) -> str:
         """Text not given out yet, less a tail that could still turn out to be part of a stop string."""

@@ -23,8 +23,8 @@ _FIRST_PREFIX = 256  # top-p looks at this many best tokens first: enough for ne
 
 def temper(scores: torch.Tensor, temperature: float) -> torch.Tensor:
     """(scores - max) / T in float64 [..., V]: subtracting first, no T above 0 can overflow."""
-    exact = scores.double()  # [..., V]
-    return (exact - exact.amax(-1, keepdim=True)) / temperature  # [..., V]
+    exact = scores.to(torch.float64, copy=True)  # [..., V]; in place from here: rows are wide
+    return exact.sub_(exact.amax(-1, keepdim=True)).div_(temperature)  # [..., V]
 
 
 def top_k_floor(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def top_p_floor(scores: torch.Tensor, p: float, prefix: int = _FIRST_PREFIX) -> 
     """
     width = scores.shape[-1]
     best = scores.amax(-1, keepdim=True)  # [..., 1]
-    wanted = p * (scores - best).exp().sum(-1, keepdim=True)  # [..., 1]
+    wanted = p * (scores - best).exp_().sum(-1, keepdim=True)  # [..., 1]
     while True:
         prefix = min(prefix, width)
         head = scores.topk(prefix, dim=-1).values  # [..., prefix]
@@ -90,8 +90,11 @@ def law_of(scores: torch.Tensor, params: SamplingParams) -> Law:
     floor = torch.finfo(scores.dtype).min  # forbidden tokens are at -inf
     if params.top_k > 0:  # before the temperature, which keeps the order, and on far fewer tokens after
         floor = max(floor, float(top_k_floor(scores, params.top_k)))
-    ids = (scores >= floor).nonzero().squeeze(-1)  # [k]
-    values = temper(scores[ids], params.temperature)  # [k]
+    ids = torch.arange(len(scores), device=scores.device)  # [V]
+    if float(scores.amin()) < floor:
+        ids = (scores >= floor).nonzero().squeeze(-1)  # [k]
+        scores = scores[ids]  # [k]
+    values = temper(scores, params.temperature)  # [k]
     for filter_ in mass_filters(params):
         kept = (values >= filter_(values)).nonzero().squeeze(-1)  # [k']
         ids, values = ids[kept], values[kept]  # [k']

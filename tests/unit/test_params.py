@@ -1,0 +1,67 @@
+"""`SamplingParams`: every bad value is refused in one line that names the parameter."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.core.params import SamplingParams
+from slipstream.errors import ParameterError
+
+NAN, INF = float("nan"), float("inf")
+
+BAD: dict[str, list[object]] = {
+    "max_tokens": [0, -1, 2.5, "9", True, NAN],
+    "temperature": [-0.1, NAN, INF, "hot", None, True],
+    "top_k": [-1, 1.5, "3", None],
+    "top_p": [0, -0.5, 1.01, NAN, "x", None],
+    "min_p": [-0.1, 1.1, NAN, None],
+    "repetition_penalty": [0, -1, NAN, INF, None],
+    "presence_penalty": [-2.1, 2.1, NAN, None],
+    "frequency_penalty": [-2.1, 2.1, NAN, "1"],
+    "logit_bias": [{1: NAN}, {1: INF}, {-1: 1.0}, {"a": 1.0}, {1: "b"}, {1: None}, [1, 2], 5],
+    "bad_words": [((),), ((-1,),), (("a",),), (1, 2), 5],
+    "min_tokens": [-1, 1.5, "1", None],
+    "stop": [("",), ("a", ""), (1,), 5],
+    "stop_token_ids": [(-1,), ("a",), (None,), 7],
+    "logprobs": [-1, 1001, 1.5, "3"],
+    "n": [0, -1, 1.5, None],
+    "seed": [1.5, "1", True],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, v) for name, values in BAD.items() for v in values])
+def test_bad_value_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ParameterError) as error:
+        SamplingParams().with_(**{name: value})
+    message = str(error.value)
+    assert name in message and "\n" not in message
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r"min_tokens \(5\) is above max_tokens \(4\)"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+    with pytest.raises(ParameterError, match="max_tokens must be"):
+        SamplingParams(max_tokens="4", min_tokens=5)  # type: ignore[arg-type]
+
+
+def test_values_at_their_limits_are_taken() -> None:
+    SamplingParams(max_tokens=1, min_tokens=1, temperature=0.0, top_p=1.0, min_p=1.0, logprobs=0)
+    SamplingParams(presence_penalty=-2.0, frequency_penalty=2.0, logprobs=1000, seed=-5, top_k=10**9)
+    SamplingParams(logit_bias={3: float("-inf")}, temperature=1)
+
+
+def test_values_are_brought_into_one_form() -> None:
+    params = SamplingParams(
+        stop="END",  # type: ignore[arg-type]
+        stop_token_ids=[1, 2],  # type: ignore[arg-type]
+        bad_words=[[1, 2], [3]],  # type: ignore[arg-type]
+        logit_bias={"7": 1},  # type: ignore[dict-item]
+    )
+    assert params.stop == ("END",) and params.stop_token_ids == (1, 2)
+    assert params.bad_words == ((1, 2), (3,)) and params.logit_bias == {7: 1.0}
+    assert params == params.with_() and params.with_(top_k=3).top_k == 3
+
+
+def test_every_parameter_has_refusals_here() -> None:
+    unlimited = {"ignore_eos"}
+    assert set(BAD) == set(SamplingParams.__dataclass_fields__) - unlimited
