@@ -1,0 +1,53 @@
+# `make demo` and `make test` set everything up themselves, from nothing but Python 3.10+.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TARGET := qwen2.5-coder-1.5b
+DRAFT  := qwen2.5-coder-0.5b
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-real check format bench clean
+
+help:  ## Show the commands
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+# torch comes first and by its exact version: a range would take the CUDA build, several GB larger.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Slipstream needs Python 3.10 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
+	@touch $(STAMP)
+
+install: $(STAMP)  ## Make .venv with everything in it
+
+demo: $(STAMP)  ## Download a real model pair once, and see it answer faster with the same tokens
+	@$(BIN)/slipstream pull $(TARGET)
+	@$(BIN)/slipstream pull $(DRAFT)
+	$(BIN)/slipstream run --compare --model $(TARGET) --drafter draft_model:model=$(DRAFT) --max-tokens 128 \
+		"Write a Python class for a stack with push, pop and peek, with type hints and docstrings."
+
+test: $(STAMP)  ## All tests that need no download (a few minutes on two cores)
+	$(BIN)/python -m pytest -q -n 2 -m "not real and not gpu"
+
+test-real: $(STAMP)  ## The tests on the real pair (about half an hour on two cores)
+	@$(BIN)/slipstream pull $(TARGET)
+	@$(BIN)/slipstream pull $(DRAFT)
+	$(BIN)/python -m pytest -q -m real tests/real
+
+check: $(STAMP)  ## Lint, format check and strict types
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Format the code
+	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests bench
+
+bench: $(STAMP)  ## The table of the README (about half an hour on two cores)
+	$(BIN)/python bench/foundation.py
+
+clean:  ## Remove the environment and caches of this folder (models stay)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
