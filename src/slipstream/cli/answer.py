@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import platform
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ class Painter:
 
     def __init__(self, out: TextIO, colour: bool) -> None:
         self.colour = colour
+        if isinstance(out, io.TextIOWrapper):
+            out.reconfigure(errors="replace")  # a terminal that lacks a character must not end the answer
         self._out = out
         self._terminal = out.isatty()
         self._open = False  # a line is begun and not ended
@@ -63,7 +66,7 @@ class Summary:
         self._console = Console(file=sys.stderr, highlight=False)
 
     def line(self, label: str, text: str, style: str = "") -> None:
-        self._console.print(Text.assemble((f"{label:<10}", "dim"), (text, style)), soft_wrap=True)
+        self._console.print(Text.assemble((f"{label:<12}", "dim"), (text, style)), soft_wrap=True)
 
     def note(self, text: str) -> None:
         self._console.print(Text(text, "dim"), soft_wrap=True)
@@ -119,11 +122,11 @@ class Summary:
         if at is None:
             self.line("tokens", "identical", "bold green")
         elif why is not None:
-            self.line("tokens", f"differ from position {at} on: {why}")
+            self.line("tokens", f"differ from position {at}: {why}")
         else:
             self.line(
                 "tokens",
-                f"DIFFER from position {at} on; this breaks a promise, please report it",
+                f"DIFFER from position {at}; they must not: please report this",
                 "bold red",
             )
         self.note(f"One run each, after a warm-up of {WARM_UP_TOKENS} tokens each; prefill is included.")

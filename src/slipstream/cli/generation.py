@@ -149,9 +149,9 @@ class Comparison:
         """Why the tokens may differ although nothing is wrong; None where they must not."""
         counts = self.drafted.counts
         if counts.sampled_drafts:
-            return "the drafter draws its tokens, so the law is equal and the tokens may differ"
+            return "drafts are drawn at random, so only the law is equal"
         if counts.branched:
-            return "drafts branch, so sums are rounded otherwise and near-ties may differ"
+            return "drafts branch, so near-ties may round the other way"
         return None
 
 
