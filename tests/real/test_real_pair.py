@@ -176,7 +176,8 @@ def test_trees_differ_from_plain_only_at_near_ties(
     with capsys.disabled():
         shown = ", ".join(f"{m:.4f}" for m in margins) or "none"
         print(
-            f"\n{session.info.dtype} trees: {len(chats) - len(margins)} of {len(chats)} identical, margins: {shown}"
+            f"\n{session.info.dtype} trees: {len(chats) - len(margins)} of {len(chats)} identical,"
+            f" margins: {shown}"
         )
     assert tree.tau > 1.5
     # Logits here are 10 to 40, where neighbouring bfloat16 numbers are 0.0625 to 0.25 apart.

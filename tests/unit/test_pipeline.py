@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ warps = st.builds(
 )
 
 
-def pipeline(prompt_length: int = 2, stop: frozenset[int] = EMPTY, **params: object) -> LogitsPipeline:
+def pipeline(prompt_length: int = 2, stop: frozenset[int] = EMPTY, **params: Any) -> LogitsPipeline:
     return LogitsPipeline(SamplingParams().with_(**params), V, stop, prompt_length)
 
 
@@ -260,7 +261,7 @@ KINDS = [
 
 @pytest.mark.parametrize("params", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_of_the_head_is_never_chosen(params: dict[str, object], dtype: torch.dtype) -> None:
+def test_padding_of_the_head_is_never_chosen(params: dict[str, Any], dtype: torch.dtype) -> None:
     padded = torch.full((V + 5,), 50.0, dtype=dtype)
     padded[:V] = row().to(dtype)
     request = pipeline(**params)
@@ -301,7 +302,7 @@ def test_a_token_has_the_same_noise_in_every_support() -> None:
     ],
 )
 def test_shortcuts_are_taken_only_where_they_hold(
-    params: dict[str, object], greedy: bool, plain: bool, history_free: bool
+    params: dict[str, Any], greedy: bool, plain: bool, history_free: bool
 ) -> None:
     request = pipeline(stop=frozenset({0}), **params)
     assert (request.greedy, request.plain, request.history_free) == (greedy, plain, history_free)
@@ -312,7 +313,7 @@ def test_min_tokens_without_stop_ids_touches_nothing() -> None:
 
 
 @pytest.mark.parametrize("params", [{"logit_bias": {V: 1.0}}, {"bad_words": ((1, V + 3),)}])
-def test_tokens_that_do_not_exist_are_refused(params: dict[str, object]) -> None:
+def test_tokens_that_do_not_exist_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match=f"ids end at {V - 1}"):
         pipeline(**params)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,7 +27,7 @@ def decode(tokens: Tokens[int]) -> str:
     return b"".join(PIECES[t] for t in tokens).decode("utf-8", errors="replace")
 
 
-def sequence(room: int = 100, **params: object) -> Sequence:
+def sequence(room: int = 100, **params: Any) -> Sequence:
     request = SamplingParams().with_(**params)
     return Sequence(1, (9, 9), request, 0, frozenset({EOS}), room, TextStream(decode, request.stop))
 
@@ -173,7 +174,12 @@ stops = st.lists(st.text("abcé€", min_size=1, max_size=4), max_size=3).map(tu
 def test_blocks_of_any_size_give_what_single_tokens_give(
     tokens: list[int], stop: tuple[str, ...], limit: int, early: int, ignore: bool, data: st.DataObject
 ) -> None:
-    params = {"stop": stop, "max_tokens": limit, "min_tokens": min(early, limit), "ignore_eos": ignore}
+    params: dict[str, Any] = {
+        "stop": stop,
+        "max_tokens": limit,
+        "min_tokens": min(early, limit),
+        "ignore_eos": ignore,
+    }
     logprobs = [TokenLogprob(t, -float(i)) for i, t in enumerate(tokens)]
     single, blocks = sequence(**params), sequence(**params)
     pieces = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from slipstream.verify.rejection import residual
 V = 6
 
 
-def pipeline(**params: object) -> LogitsPipeline:
+def pipeline(**params: Any) -> LogitsPipeline:
     return LogitsPipeline(SamplingParams().with_(**params), V, frozenset({0}), 2)
 
 
@@ -51,7 +53,7 @@ def test_only_visited_nodes_are_processed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("params", [{}, {"logit_bias": {1: 0.0}}])
-def test_the_lowest_id_wins_a_tie(dtype: torch.dtype, params: dict[str, object]) -> None:
+def test_the_lowest_id_wins_a_tie(dtype: torch.dtype, params: dict[str, Any]) -> None:
     logits = torch.zeros(1, V, dtype=dtype)
     logits[0, 2] = logits[0, 4] = 3.0
     row = ViewRow(pipeline(**params), [5, 4, 1], TokenTree.root(1), 0, 0)

@@ -71,11 +71,21 @@ def gather(model: str | None) -> dict[str, Any]:
     return report
 
 
+def _flags() -> dict[str, Any]:
+    """What torch knows about the processor, by its own names."""
+    import torch
+
+    try:
+        return dict(torch.cpu.get_capabilities())
+    except AttributeError:  # an older torch
+        return {"avx2": torch.cpu._is_avx2_supported(), "avx512_f": torch.cpu._is_avx512_supported()}
+
+
 def _processor() -> dict[str, Any]:
     import psutil
     import torch
 
-    flags = torch.cpu.get_capabilities()
+    flags = _flags()
     wanted = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "sve", "bf16")
     return {
         "name": str(flags.get("cpu_name") or platform.processor() or platform.machine()),
@@ -165,7 +175,8 @@ def _print(report: dict[str, Any]) -> None:
         ("system", report["system"]),
         (
             "processor",
-            f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads (torch uses {cpu['torch_threads']})",
+            f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads "
+            f"(torch uses {cpu['torch_threads']})",
         ),
         (
             "instructions",

@@ -27,7 +27,7 @@ def cached_models() -> list[CachedModel]:
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         record = manifest(path)
-        if record is not None:
+        if record is not None and not path.name.startswith("."):  # a conversion in progress
             source = str(record.get("source", ""))
             found.append(CachedModel(path.name, path, folder_bytes(path), source))
     return found

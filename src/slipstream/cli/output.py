@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
@@ -42,6 +42,7 @@ class TerminalProgress:
         self._console = console
         self._bars = bars
         self._task: TaskID | None = None
+        self._total = 0
 
     def stage(self, text: str, total: int) -> None:
         if self._bars is None:
@@ -49,11 +50,13 @@ class TerminalProgress:
             self._console.print(f"{text}{amount}", markup=False, soft_wrap=True)
             return
         self.finish()
-        self._task = self._bars.add_task(text, total=total or None)
+        self._total = total
+        self._task = self._bars.add_task(text, total=total or None, amount="")
 
     def at(self, done: int) -> None:
         if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, completed=done)
+            amount = f"{size(done)} of {size(self._total)}" if self._total else ""
+            self._bars.update(self._task, completed=done, amount=amount)
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -61,9 +64,9 @@ class TerminalProgress:
     def finish(self) -> None:
         """Fills and stops the running bar; its line stays."""
         if self._bars is not None and self._task is not None:
-            task = next(t for t in self._bars.tasks if t.id == self._task)
-            total = task.total or max(task.completed, 1)
-            self._bars.update(self._task, completed=total, total=total)
+            total = self._total or 1
+            amount = size(total) if self._total else ""
+            self._bars.update(self._task, completed=total, total=total, amount=amount)
             self._task = None
 
 
@@ -78,7 +81,7 @@ def progress() -> Iterator[TerminalProgress]:
         SpinnerColumn(finished_text="[green]✓"),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        DownloadColumn(),
+        TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
     )
     with Bars(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as bars:

@@ -53,7 +53,7 @@ class Sequence:
     """A request. `tokens` are prompt and output; the last one is the root while it runs.
 
     room is how many tokens may be added before the context is full. The seed is resolved: noise at
-    output position i is keyed by (seed, i), whatever the batch or the drafter.
+    absolute position i is keyed by (seed, i), whatever the batch or the drafter.
     """
 
     id: int

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ModelError, SlipstreamError
+from slipstream.errors import CapacityError, ModelError, SlipstreamError
 from slipstream.model import memory
 from slipstream.model.progress import Progress
 from slipstream.model.quiet import first_line, quiet
@@ -86,9 +86,19 @@ def _write(gguf: Path, folder: Path, eos_ids: tuple[int, ...]) -> dict[str, Any]
                 del model.config.quantization_config  # the weights are plain now
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    except (SlipstreamError, OSError):
+    except SlipstreamError:
         raise
+    except OSError as error:
+        # transformers also uses OSError for its own complaints, which carry no number
+        if error.errno is not None:
+            raise
+        raise ModelError(f"{gguf} cannot be converted ({first_line(error)}): download it again") from error
     except Exception as error:  # transformers raises whatever its converters trip over
+        if memory.ran_out(error):
+            raise CapacityError(
+                f"memory ran out while {gguf.name} was being converted: close other programs or take a "
+                "smaller model"
+            ) from error
         raise ModelError(
             f"{gguf} cannot be converted ({first_line(error)}): transformers {transformers.__version__} "
             "may not know "
@@ -133,7 +143,7 @@ def converted_folder(gguf: Path, store: Store, progress: Progress) -> tuple[Path
     """Where the converted weights of this file belong, and the file's SHA-256."""
     with reading_errors(gguf):
         digest = _digest(gguf, store, progress)
-    return store.model(f"{gguf.stem}-{digest[:12]}"), digest
+    return store.model(f"{gguf.stem[:80]}-{digest[:12]}"), digest
 
 
 def _digest(gguf: Path, store: Store, progress: Progress) -> str:

@@ -201,11 +201,13 @@ def _from_pretrained(
             )
     except SlipstreamError:
         raise
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise CapacityError(
-            f"{spec} does not fit in memory: close other programs or take a smaller model"
-        ) from error
     except Exception as error:  # whatever transformers, tokenizers or a checkpoint's own code trips over
+        if memory.ran_out(error):
+            raise CapacityError(
+                f"memory ran out while {spec} was loading ({first_line(error)}): close other programs, "
+                "take a "
+                "smaller model, or lift the limit of this process (ulimit -v)"
+            ) from error
         raise ModelError(
             f"{spec} cannot be loaded by transformers {transformers.__version__} ({first_line(error)}): "
             "check that it is "

@@ -33,6 +33,12 @@ def require(needed: int, what: str, fix: str) -> None:
         raise CapacityError(f"{what} needs {size(needed)} of memory and {size(there)} are available: {fix}")
 
 
+def ran_out(error: BaseException) -> bool:
+    """Whether an exception means that an allocation failed: torch and safetensors say it only in words."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text
+
+
 def cgroup_limit(root: Path) -> int | None:
     """The tightest memory limit of this process's control groups, None without one."""
     return min((limit for limit, _ in _cgroups(root)), default=None)

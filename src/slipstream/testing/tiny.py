@@ -116,3 +116,49 @@ def save_tiny(
         model.to(dtype).save_pretrained(path)
         tokenizer.save_pretrained(path)
     return path
+
+
+def save_tiny_gguf(path: Path, model: PreTrainedModel) -> Path:
+    """Writes a tiny llama or qwen2 model as a GGUF file of fp32 tensors, with the byte tokenizer inside.
+
+    The model needs at least 259 tokens: GGUF cannot hold an empty list of merges, so there is one, "ab".
+    """
+    import gguf
+
+    config = model.config
+    llama = config.model_type == "llama"
+    writer = gguf.GGUFWriter(str(path), config.model_type)
+    writer.add_name("tiny")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    if llama:
+        writer.add_rope_dimension_count(config.head_dim)
+    unused = [f"<|unused{i}|>" for i in range(config.vocab_size - MIN_VOCAB - 1)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*byte_symbols(), BOS, EOS, "ab", *unused])
+    writer.add_token_types([1] * BYTES + [3, 3, 1] + [3] * len(unused))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(BOS_ID)
+    writer.add_eos_token_id(EOS_ID)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    architecture = gguf.MODEL_ARCH.LLAMA if llama else gguf.MODEL_ARCH.QWEN2
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if llama and name.endswith(("q_proj.weight", "k_proj.weight")):
+            # GGUF pairs neighbouring rotary rows, transformers pairs row i with row i + half
+            rows = tensor.view(-1, 2, config.head_dim // 2, tensor.shape[-1])
+            tensor = rows.transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), tensor.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -15,6 +15,7 @@ import torch
 
 from slipstream.core.noise import Purpose, uniform
 from slipstream.core.tree import TokenTree
+from slipstream.errors import ModelError
 from slipstream.logits.law import Law
 from slipstream.logits.pipeline import LogitsPipeline
 
@@ -128,9 +129,13 @@ def _batched_argmax(parts: Sequence[torch.Tensor]) -> list[list[int]]:
     """argmax of every row of every part [n_i, V]; the lowest id of equals wins."""
     if not parts:
         return []
-    # argmax of bfloat16 is several times slower than that of the float32 copy
-    flat = torch.cat([part.float().argmax(-1) for part in parts])  # [sum n_i]
-    ids: list[int] = flat.tolist()  # THE host sync of a step
+    # The maximum of bfloat16 is several times slower than that of the float32 copy. Of equal maxima
+    # torch gives the first. A NaN is its own maximum; it is marked, so that one fetch tells all.
+    tops = [part.float().max(-1) for part in parts]  # each values [n_i], indices [n_i]
+    best = [torch.where(top.values.isnan(), -1, top.indices) for top in tops]
+    ids: list[int] = torch.cat(best).tolist()  # THE host sync of a step
+    if -1 in ids:
+        raise ModelError("the model gave NaN logits; its weights are damaged, or overflow in this dtype")
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + len(part))

@@ -1,0 +1,138 @@
+"""The commands about models as a person types them: what is printed where, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli import main
+from slipstream.model import load, memory
+from slipstream.model.hub import HubMiss
+from slipstream.testing.tiny import save_tiny, save_tiny_gguf, tiny_model
+from slipstream.version import __version__
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(load, "fetch_from_hub", lambda *_, **__: HubMiss("the hub is away"))
+    monkeypatch.setattr(load, "cached_snapshot", lambda *_: None)
+    return tmp_path / "cache"
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(main.build_app(), list(arguments), prog_name="slipstream")
+
+
+def test_pull_prints_the_folder_on_stdout_and_all_else_on_stderr(tmp_path, cache):
+    path = save_tiny_gguf(tmp_path / "mine.gguf", tiny_model("qwen2", vocab_size=260))
+    got = run("pull", str(path))
+    assert got.exit_code == 0
+    folder = Path(got.stdout.strip())
+    assert folder.parent == cache / "models" and (folder / "model.safetensors").exists()
+    assert "converting mine.gguf to bfloat16" in got.stderr and "is ready" in got.stderr
+
+
+def test_models_lists_the_catalogue_and_the_cache(tmp_path):
+    run("pull", str(save_tiny_gguf(tmp_path / "mine.gguf", tiny_model("qwen2", vocab_size=260))))
+    got = run("models")
+    assert got.exit_code == 0 and got.stderr == ""
+    assert "qwen2.5-coder-0.5b" in got.stdout and "slipstream pull qwen2.5-coder-1.5b" in got.stdout
+    assert "mine-" in got.stdout
+    listed = json.loads(run("models", "--json").stdout)
+    assert [m["name"] for m in listed["catalogue"]] == ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]
+    assert listed["catalogue"][0]["path"] is None
+    assert listed["cached"][0]["source"] == "mine.gguf" and listed["cached"][0]["bytes"] > 0
+
+
+def test_doctor_reports_the_machine():
+    got = run("doctor")
+    assert got.exit_code == 0 and got.stderr == ""
+    for word in ("torch", "processor", "available of", "advised dtype", "qwen2.5-coder-1.5b"):
+        assert word in got.stdout
+    report = json.loads(run("doctor", "--json").stdout)
+    assert report["versions"]["slipstream"] == __version__
+    assert report["memory"]["total_bytes"] >= report["memory"]["available_bytes"] > 0
+    assert report["advised_dtype"] in ("bfloat16", "float16", "float32")
+
+
+def test_doctor_says_what_would_be_refused_and_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 2_000_000_000)
+    big, small = json.loads(run("doctor", "--json").stdout)["models"]
+    assert "needs" in big["refused"] and "2.00 GB are available" in big["refused"]
+    assert small["path"] is None
+
+
+def test_doctor_checks_a_model(tmp_path):
+    folder = save_tiny(tmp_path / "tiny")
+    got = run("doctor", "--model", str(folder), "--json")
+    assert got.exit_code == 0
+    assert json.loads(got.stdout)["models"][-1]["path"] == str(folder)
+    os.truncate(folder / "model.safetensors", 100)
+    got = run("doctor", "--model", str(folder))
+    assert got.exit_code == 1 and "refused" in got.stdout and "fetch it again" in got.stdout
+
+
+def test_help_and_version():
+    assert run("--version").stdout == run("version").stdout == f"slipstream {__version__}\n"
+    for arguments in ([], ["--help"], ["pull", "-h"], ["models", "--help"], ["doctor", "--help"]):
+        got = run(*arguments)
+        assert "Usage: slipstream" in got.output and got.exit_code == (0 if arguments else 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["pull"], ["nonsense"], ["pull", "x", "--nonsense"], ["models", "extra"], ["doctor", "--model"]],
+)
+def test_wrong_usage_exits_2(arguments):
+    got = run(*arguments)
+    assert got.exit_code == 2 and got.stdout == ""
+    assert "Error: " in got.stderr and "Traceback" not in got.stderr
+
+
+@pytest.mark.parametrize("spec", ["qwen2.5-coder-0.6b", "./nowhere", "two\nlines", ""])
+def test_a_mistake_is_one_line_and_exit_2(spec):
+    got = run("pull", spec)
+    assert got.exit_code == 2 and got.stdout == ""
+    assert got.stderr.splitlines()[-1].startswith("slipstream: error: ")
+    assert sum(line.startswith("slipstream: error: ") for line in got.stderr.splitlines()) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "file"))
+    got = run("pull", "qwen2.5-coder-0.5b")
+    assert got.exit_code == 2 and "SLIPSTREAM_CACHE" in got.stderr.splitlines()[-1]
+    for command in ("models", "doctor"):
+        assert run(command).exit_code == 0
+
+
+def interrupted() -> None:
+    """Stops as Ctrl-C would."""
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_exits_130(monkeypatch):
+    commands: dict[str, Callable[..., None]] = {"stop": interrupted, "pull": main.COMMANDS["pull"]}
+    monkeypatch.setattr(main, "COMMANDS", commands)
+    got = run("stop")
+    assert got.exit_code == 130 and got.stderr == "slipstream: interrupted\n"
+
+
+def test_the_real_process_prints_no_traceback(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.cli.main", "pull", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith(f"slipstream: error: {tmp_path} has no config.json")
+    assert "Traceback" not in done.stderr
