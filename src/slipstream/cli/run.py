@@ -184,7 +184,7 @@ def _load(request: Request) -> Session:
     """torch and transformers take seconds to import: something is said first."""
     from slipstream.cli.output import progress
 
-    with progress() as drawn:
+    with progress(transient=True) as drawn:
         drawn.stage(f"looking for {request.model}", 0)
         import torch
 
