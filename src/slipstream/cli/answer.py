@@ -40,10 +40,12 @@ class Painter:
             self._write("".join(piece for _, piece in group), drafted and self.colour)
         self._out.flush()
 
-    def whole(self, completion: Completion, heading: str) -> None:
-        """One of several answers, under a heading. It has no text per token, so no colours."""
-        self._write(f"{heading}\n{completion.text}", False)
-        self.end_line()
+    def several(self, completions: Sequence[Completion]) -> None:
+        """Complete answers under headings. They grew side by side, so they were not streamed."""
+        for i, completion in enumerate(completions, start=1):
+            self._write(f"--- {i} of {len(completions)}, seed {completion.seed} ---\n", False)
+            self._write(completion.text, False)
+            self.end_line()
 
     def _write(self, text: str, coloured: bool) -> None:
         if not text:
@@ -75,7 +77,7 @@ class Summary:
         """One line, between the turns of a chat."""
         counts = outcome.counts
         cut = ", stopped" if outcome.first.finish_reason == "cancelled" else ""
-        full = ", the context is full: /reset" if outcome.first.finish_reason == "length" else ""
+        full = ", cut at the limit" if outcome.first.finish_reason == "length" else ""
         self.note(
             f"[{_count(outcome.num_tokens, 'token')}, {outcome.rate:.1f} tokens/s,"
             f" tau {counts.tau:.2f}{cut}{full}]"
@@ -96,11 +98,8 @@ class Summary:
         if counts.drafts:
             where = " (green above)" if green else ""
             self.line("drafted", f"{counts.accepted_tokens} of {outcome.num_tokens} tokens{where}")
-            self.line(
-                "accepted",
-                f"{counts.accepted_tokens} of {counts.draft_tokens} drafted tokens; at each position"
-                f" {_percent(counts.acceptance_per_position)}",
-            )
+            self.line("accepted", f"{counts.accepted_tokens} of {counts.draft_tokens} drafted tokens")
+            self.line("at position", f"{_percent(counts.acceptance_per_position)} of drafts accepted")
         else:
             self.line("drafted", "nothing: every token came from plain decoding")
         self.line(
@@ -113,7 +112,6 @@ class Summary:
             self.line("seed", str(seed))
 
     def compared(self, comparison: Comparison, name: str) -> None:
-        self._console.print()
         ours, plain, at = comparison.drafted, comparison.plain, comparison.differs_at
         self.line(name, f"{ours.rate:.2f} tokens/s")
         self.line("plain", f"{plain.rate:.2f} tokens/s")

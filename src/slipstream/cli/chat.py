@@ -21,7 +21,7 @@ def chat(session: Session, params: SamplingParams, system: str | None, painter: 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history in input(); not on Windows)
     summary = Summary()
-    summary.note("Chat. /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    summary.note("Chat: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:

@@ -215,16 +215,19 @@ def _answer(session: Session, request: Request, prompt: str, params: SamplingPar
     ids = _encode(session, request, prompt, summary)
     params = params.with_(seed=secrets.randbits(32) if params.seed is None else params.seed)
     painter = Painter(sys.stdout, request.colour)
-    quiet = request.json or params.n > 1
+    streams = params.n == 1 and not request.json
     comparison = plain = None
     with Interrupts() as interrupts:
         if request.compare:
             plain = warm_up_both(session, ids, params, interrupts, request.controller)
-        outcome = generate(session, ids, params, interrupts, *(() if quiet else (painter,)))
-        painter.end_line()
-        if params.n > 1 and not request.json:
-            for i, completion in enumerate(outcome.completions, start=1):
-                painter.whole(completion, f"--- {i} of {params.n}, seed {completion.seed} ---")
+        outcome = generate(session, ids, params, interrupts, *((painter,) if streams else ()))
+        if not request.json:
+            if streams:
+                painter.end_line()
+            else:
+                painter.several(outcome.completions)
+            green = request.colour and streams
+            summary.full(outcome, green, params.seed if params.temperature > 0 else None)
         if plain is not None and interrupts.number is None:
             if not request.json:
                 summary.note("\nThe same again with plain decoding ...")
@@ -239,11 +242,8 @@ def _answer(session: Session, request: Request, prompt: str, params: SamplingPar
             "temperature": params.temperature,
         }
         print_json(as_json(outcome, comparison, **facts))
-    else:
-        green = request.colour and not quiet
-        summary.full(outcome, green, params.seed if params.temperature > 0 else None)
-        if comparison is not None:
-            summary.compared(comparison, parse_spec(request.drafter)[0])
+    elif comparison is not None:
+        summary.compared(comparison, parse_spec(request.drafter)[0])
     broken = comparison is not None and not comparison.identical and comparison.why_not_expected is None
     return interrupts.status or int(broken)
 
