@@ -91,6 +91,8 @@ class Session:
         """
         single = is_single(prompts)
         given: list[Prompt] = [prompts] if single else list(prompts)
+        if not given:
+            raise ParameterError("there is no prompt; give text, token ids, a chat, or a list of them")
         many = self._params(params, len(given))
         encoded = [encode(self.tokenizer, p, **template) for p in given]
         before = self.engine.seconds.copy()
