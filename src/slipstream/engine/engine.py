@@ -61,6 +61,8 @@ class Engine:
     ) -> None:
         if max_rows < 1:
             raise ParameterError(f"max_rows must be at least 1, not {max_rows}")
+        if context is not None and context < 2:
+            raise ParameterError(f"context must be at least 2 tokens, not {context}")
         self.runner = runner
         self.vocab_size = min(vocab_size or runner.vocab_size, runner.vocab_size)
         self.eos_ids = frozenset(eos_ids)
@@ -326,7 +328,7 @@ class Engine:
             kept = (0, *verdict.path)[:emitted]
             self.runner.cache.commit(sequence.id, kept)
             for counts in (sequence.counts, self.counts):
-                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted)
+                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, w.draft.q is not None)
             accepted = min(len(path_tokens), emitted)
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
