@@ -376,10 +376,14 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
-    def close(self) -> None:
-        """Free everything. The model gets its own attention back."""
+    def abandon(self) -> None:
+        """Forget every request, wherever it is."""
         for sequence in list(self._scheduler):
             self._retire(sequence)
+
+    def close(self) -> None:
+        """Free everything. The model gets its own attention back."""
+        self.abandon()
         self.drafter.shutdown()
         self.runner.close()
 
