@@ -75,20 +75,20 @@ def test_a_perfect_assistant_is_accepted() -> None:
     assert slower.tolist() == given.sequences.tolist()
 
 
-@pytest.mark.parametrize("name", ["ngram", "self"])
 @pytest.mark.parametrize(
-    "warps",
+    ("name", "warps"),
     [
-        {"top_k": 0},
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+        ("ngram", {"temperature": 0.7, "top_k": 5}),
+        ("self", {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.05}),
     ],
 )
 def test_sampling_has_the_law_of_transformers(name: str, warps: dict[str, Any]) -> None:
-    """Pairs of first tokens, N = 2000, against HF's processors; Pearson's chi-square below mean + 4 sd."""
-    model, twin = (tiny_model("llama", vocab_size=TINY_VOCAB, initializer_range=0.2) for _ in range(2))
+    """Pairs of first tokens, N = 1500, against HF's processors; Pearson's chi-square below mean + 4 sd."""
+    model, twin = (
+        tiny_model("llama", vocab_size=TINY_VOCAB, layers=1, initializer_range=0.2) for _ in range(2)
+    )
     how = {"assistant_model": twin} if name == "self" else {"drafter": "ngram:min_n=1"}
-    prompt, copies, calls = IDS[:, :6], 250, 8
+    prompt, copies, calls = IDS[:, :6], 250, 6
     processors = LogitsProcessorList()
     kinds = {"temperature": Temperature, "top_k": TopK, "top_p": TopP, "min_p": MinP}
     processors.extend(kinds[k](v) for k, v in warps.items() if v)
@@ -105,7 +105,7 @@ def test_sampling_has_the_law_of_transformers(name: str, warps: dict[str, Any]) 
         for b in range(TINY_VOCAB)
     }
     seen: dict[tuple[int, int], int] = dict.fromkeys(product(range(TINY_VOCAB), repeat=2), 0)
-    options = {"do_sample": True, "max_new_tokens": 4, "num_return_sequences": copies, "eos_token_id": None}
+    options = {"do_sample": True, "max_new_tokens": 3, "num_return_sequences": copies, "eos_token_id": None}
     for call in range(calls):
         rows = slipstream.generate(model, prompt, seed=1000 * call, check=False, **how, **options, **warps)
         for a, b in rows[:, 6:8].tolist():

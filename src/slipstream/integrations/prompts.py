@@ -65,6 +65,10 @@ def read_prompts(ids: Any, mask: Any, options: Options, device: torch.device) ->
         start = real.index(True)
         end = start + sum(real)
         if not all(real[start:end]):
+            if mask is None:
+                raise ParameterError(
+                    f"row {number} has the pad token {options.pad_id} inside its prompt; pass attention_mask"
+                )
             raise ParameterError(
                 f"the attention_mask of row {number} has a hole; padding belongs left or right of a prompt"
             )
