@@ -166,7 +166,7 @@ class Engine:
             budgets = self._plan(rows)
             work = self._propose(rows, budgets)
             output, verdicts, logprobs = self._verify(work)
-            events += self._commit(work, output, verdicts, logprobs)
+            events += self._commit(work, output, verdicts, logprobs, began)
         spent = time.perf_counter() - began
         told = self.seconds - before
         self.seconds.other += spent - told.target - told.prefill - told.drafter
@@ -316,6 +316,7 @@ class Engine:
         output: Output,
         verdicts: list[Verdict],
         chosen_logprobs: list[list[TokenLogprob]],
+        began: float,
     ) -> list[Event]:
         events, outcomes, observations = [], [], []
         for w, span, verdict, rows in zip(work, output.pack.spans, verdicts, chosen_logprobs, strict=True):
@@ -349,7 +350,7 @@ class Engine:
             )
             events.append(event)
         self._observe(observations)
-        self.controller.record(outcomes, 0.0)
+        self.controller.record(outcomes, time.perf_counter() - began)
         for w in work:
             if w.sequence.finished:
                 self._retire(w.sequence)
@@ -380,11 +381,15 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
+    def abandon(self) -> None:
+        """Forget every request, wherever it is."""
+        for sequence in list(self._scheduler):
+            self._retire(sequence)
+
     def close(self) -> None:
         """Free everything. The model gets its own attention back."""
         try:
-            for sequence in list(self._scheduler):
-                self._retire(sequence)
+            self.abandon()
             self.drafter.shutdown()
         finally:
             self.runner.close()
