@@ -226,7 +226,7 @@ def _assert_law(drafter: Drafter, runner: Runner, count: int = 400) -> None:
             row = twin(input_ids=torch.tensor([[*prompt, *out]]), use_cache=False).logits[0, -1]
             probs = pipeline.law(row, (*prompt, *out))
             for token, logp in zip(probs.ids.tolist(), probs.logp.tolist(), strict=True):
-                longer[(*out, token)] = mass * float(torch.tensor(logp).exp())
+                longer[tuple([*out, token])] = mass * float(torch.tensor(logp).exp())
         law = longer
     engine = Engine(runner, drafter, vocab_size=VOCAB, max_rows=100)
     outputs = run_all(engine, [Request(prompt, params, seed) for seed in range(count)])
