@@ -49,7 +49,7 @@ def sampled(tokens: Sequence[int], seed: int, params: SamplingParams) -> Draft:
     for i in range(2):
         law = warped_law(DRAFT_ROWS[(path or tokens)[-1]], params, V)
         rows.append(law.dense(V).float())  # drafters may hand over float32
-        path.append(law.draw(seed, len(tokens) + i, Purpose.DRAFT))
+        path.append(law.draw(seed, len(tokens) + i, Purpose.DRAFT, origin=len(tokens) - 1))
     return Draft(TokenTree.chain(tokens[-1], path), (*rows, None))
 
 

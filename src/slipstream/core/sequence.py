@@ -29,7 +29,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step added to one sequence. drafted[i] tells whether token i was drafted and accepted."""
+    """What one step added to one sequence. drafted[i] tells whether token i was drafted and accepted.
+
+    lossy: the rule it came by does not keep the target's law.
+    """
 
     seq_id: int
     tokens: tuple[int, ...]
@@ -37,6 +40,7 @@ class Event:
     drafted: tuple[bool, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    lossy: bool = False
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Sequence:
     room: int
     stream: TextStream | None = None
     group: int | None = None
+    lossy: bool = False  # decoded by a rule that does not keep the target's law
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -121,6 +126,7 @@ class Sequence:
             tuple(i < num_drafted for i in range(kept)),
             kept_logprobs,
             self.finish_reason,
+            self.lossy,
         )
 
     def _end_at(self, token: int) -> FinishReason | None:
@@ -136,4 +142,5 @@ class Sequence:
         self.finish_reason = "cancelled"
         if self.stream:
             self.stream.finish()
-        return Event(self.id, (), self.stream.take() if self.stream else "", finish_reason="cancelled")
+        text = self.stream.take() if self.stream else ""
+        return Event(self.id, (), text, finish_reason="cancelled", lossy=self.lossy)

@@ -27,7 +27,7 @@ from slipstream.errors import CapacityError, DrafterError, ParameterError
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Output, Runner
-from slipstream.verify import Verdict, build_views, choose_rule
+from slipstream.verify import Verdict, build_views, check_rule, choose_rule
 from slipstream.verify.view import ViewRow
 
 
@@ -43,7 +43,9 @@ class Engine:
     """Decodes many sequences at once with one drafter.
 
     vocab_size: ids that may be emitted (a head's padding is beyond it). decode turns token ids into
-    text; without it there is no text and no stop string. All methods are for one thread.
+    text; without it there is no text and no stop string. rule: how drafts are verified where there is a
+    choice, see `verify.choose_rule`; one that changes the output needs lossy=True, and `Engine.lossy` and
+    every event then say so. All methods are for one thread.
     """
 
     def __init__(
@@ -58,7 +60,11 @@ class Engine:
         max_rows: int = 8,
         context: int | None = None,
         chunk: int = CHUNK,
+        rule: str = "auto",
+        lossy: bool = False,
     ) -> None:
+        self.rule = rule
+        self.lossy = check_rule(rule, lossy)
         if max_rows < 1:
             raise ParameterError(f"max_rows must be at least 1, not {max_rows}")
         self.runner = runner
@@ -123,6 +129,7 @@ class Engine:
             room=room,
             stream=TextStream(self._decode, params.stop) if self._decode else None,
             group=group,
+            lossy=self.lossy,
         )
         self._next_id += 1
         self._pipelines[sequence.id] = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt))
@@ -290,7 +297,10 @@ class Engine:
             ],
             output.logits,
         )
-        verdicts = [choose_rule(w.draft)(w.draft, view) for w, view in zip(work, views, strict=True)]
+        verdicts = [
+            choose_rule(w.draft, self.rule, lossy=self.lossy)(w.draft, view)
+            for w, view in zip(work, views, strict=True)
+        ]
         chosen_logprobs = []
         for w, span, verdict in zip(work, spans, verdicts, strict=True):
             rows: list[TokenLogprob] = []
