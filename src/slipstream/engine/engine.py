@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slipstream.control import Controller, RowOutcome, RowState, build_controller
@@ -43,9 +44,8 @@ class Engine:
     """Decodes many sequences at once with one drafter.
 
     vocab_size: ids that may be emitted (a head's padding is beyond it). decode turns token ids into
-    text; without it there is no text and no stop string. rule: how drafts are verified where there is a
-    choice, see `verify.choose_rule`; one that changes the output needs lossy=True, and `Engine.lossy` and
-    every event then say so. All methods are for one thread.
+    text; without it there is no text and no stop string. rule: see `verify.choose_rule`; one that changes
+    the output needs lossy=True, and `Engine.lossy` and every event say so. All methods are for one thread.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Engine:
         rule: str = "auto",
         lossy: bool = False,
     ) -> None:
-        self.rule = rule
         self.lossy = check_rule(rule, lossy)
+        self._rule = partial(choose_rule, rule=rule, lossy=lossy)
         if max_rows < 1:
             raise ParameterError(f"max_rows must be at least 1, not {max_rows}")
         if context is not None and context < 2:
@@ -288,23 +288,10 @@ class Engine:
         assert output.logits is not None
         self.seconds.target += time.perf_counter() - clock
         spans = output.pack.spans
-        views = build_views(
-            [
-                ViewRow(
-                    self._pipelines[w.sequence.id],
-                    w.sequence.tokens,
-                    w.draft.tree,
-                    w.sequence.seed,
-                    span.start,
-                )
-                for w, span in zip(work, spans, strict=True)
-            ],
-            output.logits,
-        )
-        verdicts = [
-            choose_rule(w.draft, self.rule, lossy=self.lossy)(w.draft, view)
-            for w, view in zip(work, views, strict=True)
-        ]
+        rows_of = [(w.sequence, w.draft.tree, span.start) for w, span in zip(work, spans, strict=True)]
+        seen = [ViewRow(self._pipelines[s.id], s.tokens, tree, s.seed, start) for s, tree, start in rows_of]
+        views = build_views(seen, output.logits)
+        verdicts = [self._rule(w.draft)(w.draft, view) for w, view in zip(work, views, strict=True)]
         chosen_logprobs = []
         for w, span, verdict in zip(work, spans, verdicts, strict=True):
             rows: list[TokenLogprob] = []
