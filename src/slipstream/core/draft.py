@@ -59,8 +59,12 @@ class Draft:
 
     q: None for point masses. Otherwise q[i] is the row [V] that node i's children were drawn from,
     after the drafter's own warps, in the target's vocabulary, float32 or float64; None for a node
-    without children. scores: optional confidence per node. source: which part of a composed drafter
-    made it, for the counters.
+    without children. Several children of a node with q were drawn in their order, from q without
+    replacement (`logits.law.draw_siblings`), or each from q itself if `tree.allow_duplicates`. All that
+    were drawn are there: a sampled node must not be left out for its token or its score.
+
+    scores: optional confidence per node. source: which part of a composed drafter made it, for the
+    counters.
     """
 
     tree: TokenTree
@@ -117,6 +121,11 @@ class DraftRequest:
     @property
     def root(self) -> int:
         return self.tokens[-1]
+
+    @property
+    def origin(self) -> int:
+        """The root's absolute position, which keys all noise of this pass but the target's own."""
+        return len(self.tokens) - 1
 
 
 @dataclass(frozen=True)
