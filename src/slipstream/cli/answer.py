@@ -6,6 +6,7 @@ import io
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import groupby
 from typing import Any, TextIO
 
@@ -144,7 +145,6 @@ def _percent(rates: Sequence[float]) -> str:
 def as_json(outcome: Outcome, comparison: Comparison | None, **facts: Any) -> dict[str, Any]:
     """Everything of one run. Keys of one answer are those of the first; `completions` has all of several."""
     import torch
-    import transformers
 
     seconds = outcome.seconds
     report: dict[str, Any] = {
@@ -164,7 +164,7 @@ def as_json(outcome: Outcome, comparison: Comparison | None, **facts: Any) -> di
         "versions": {
             "slipstream": __version__,
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
             "python": platform.python_version(),
         },
     }
