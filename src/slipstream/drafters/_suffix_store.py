@@ -15,6 +15,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ class SuffixStore:
     """The last `max_requests` texts, `max_tokens` in all; the oldest go first.
 
     vocab_size and vocabulary (`vocabulary_digest`) say what the ids mean; a file of another vocabulary is
-    refused. With `path` the store begins with what the file holds and `save` writes it; processes that share
-    a file do not see each other's texts, the last one to save wins. All methods may be called from any thread.
+    refused. With `path` the store begins with what the file holds and `save` writes it. Processes that
+    share a file do not see each other's texts, and the last one to save wins. Any thread may call.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class SuffixStore:
         self._texts: deque[array[int]] = deque()
         self._tokens = 0
         self._unsaved = 0
-        if self.path is not None and self.path.exists():
-            for text in _read(self.path, vocab_size, vocabulary):
+        if self.path is not None:
+            self._make_folder()
+            for text in _read(self.path, vocab_size, vocabulary) if self.path.exists() else ():
                 self._add(text)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -73,8 +75,9 @@ class SuffixStore:
         with self._lock:
             self._add(tokens)
             self._unsaved += 1
-            if self._unsaved >= SAVE_EVERY:
-                self.save()
+            if self._unsaved % SAVE_EVERY == 0:
+                with suppress(DrafterError):  # a full disk must not end a request; the last save tells
+                    self.save()
 
     def _add(self, tokens: Sequence[int]) -> None:
         kept = tokens[-self._max_tokens :] if self._max_tokens else []
@@ -100,7 +103,6 @@ class SuffixStore:
             raw = _write(self._texts, self.vocab_size, self._vocabulary)
             partial = self.path.with_name(f".{self.path.name}.partial")
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
                 # One name for all processes, so that one that was killed leaves no pile of partial files.
                 with filelock.FileLock(self.path.with_name(f".{self.path.name}.lock")):
                     with partial.open("wb") as file:
@@ -109,11 +111,24 @@ class SuffixStore:
                         os.fsync(file.fileno())
                     os.replace(partial, self.path)
             except OSError as error:
-                raise DrafterError(
-                    f"the suffix store {self.path} cannot be written ({error.strerror or error});"
-                    " give another store=FILE, or none"
-                ) from error
+                raise self._unwritable(error) from error
             self._unsaved = 0
+
+    def _make_folder(self) -> None:
+        """Before anything is generated, so that a wrong path is found at once."""
+        assert self.path is not None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if not os.access(self.path.parent, os.W_OK):
+            raise self._unwritable(PermissionError(13, "Permission denied"))
+
+    def _unwritable(self, error: OSError) -> DrafterError:
+        why = error.strerror or error
+        return DrafterError(
+            f"the suffix store {self.path} cannot be written ({why}); give another store=FILE, or none"
+        )
 
     def check(self) -> None:
         """Raise AssertionError unless the tree and the bounds hold; for tests."""
@@ -141,7 +156,12 @@ def _write(texts: Iterable[array[int]], vocab_size: int, vocabulary: str) -> byt
         lengths.append(len(text))
         body.extend(text)
     raw = _little(body).tobytes()
-    header = {"vocab_size": vocab_size, "vocabulary": vocabulary, "lengths": lengths, "crc32": zlib.crc32(raw)}
+    header = {
+        "vocab_size": vocab_size,
+        "vocabulary": vocabulary,
+        "lengths": lengths,
+        "crc32": zlib.crc32(raw),
+    }
     return MAGIC + json.dumps(header).encode() + b"\n" + raw
 
 
@@ -150,7 +170,9 @@ def _read(path: Path, vocab_size: int, vocabulary: str) -> list[array[int]]:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise DrafterError(f"the suffix store {path} cannot be read ({error.strerror or error}); {mend}") from None
+        raise DrafterError(
+            f"the suffix store {path} cannot be read ({error.strerror or error}); {mend}"
+        ) from None
     if not raw.startswith(MAGIC):
         raise DrafterError(f"{path} is not a suffix store of this version; {mend}")
     try:
@@ -169,8 +191,8 @@ def _read(path: Path, vocab_size: int, vocabulary: str) -> list[array[int]]:
         raise DrafterError(f"the suffix store {path} is damaged ({error}); {mend}") from None
     if of != (vocab_size, vocabulary):
         raise DrafterError(
-            f"the suffix store {path} is of another tokenizer ({of[0]} ids, here {vocab_size}); give each model"
-            " its own store=FILE"
+            f"the suffix store {path} is of another tokenizer ({of[0]} ids, here {vocab_size});"
+            " give each model its own store=FILE"
         )
     texts, start = [], 0
     for length in lengths:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-# Measured with CPython 3.11: objects, boxed positions and the parent's dict entry; tests hold it to tracemalloc.
+# Measured with CPython 3.11: object, boxed positions, the parent's dict entry. Tests ask tracemalloc.
 NODE_BYTES, INNER_BYTES, TOKEN_BYTES = 145, 190, 4
+HUB = 256  # children; reading more of them at every step costs more than their branches give
 
 
 class Node:
@@ -391,8 +392,11 @@ def _branches(node: Node, offset: int, room: int, limits: Limits, match: int) ->
             heapq.heappush(heap, (-prob, order, node, offset, parent, depth))
             order += 1
             return
+        children: Iterable[Node] = (node.children or {}).values()
+        if node.children is not None and len(node.children) > HUB:
+            children = filter(None, [_best_child(node)])
         least = limits.floor * node.count
-        for child in (node.children or {}).values():
+        for child in children:
             if prob * child.count >= least:
                 heapq.heappush(heap, (-prob * child.count / node.count, order, child, 0, parent, depth))
                 order += 1

@@ -30,10 +30,11 @@ from slipstream.errors import ParameterError
 class SuffixConfig:
     """num_speculative_tokens: most tokens drafted a step. max_depth: longest match and draft together.
 
-    factor, offset: a match of m tokens drafts at most m * factor + offset. min_token_prob: least probability of
-    a path. min_score: fewer expected accepted tokens draft nothing. tree: draft the likeliest branches, not
-    the likeliest chain. remember: keep finished outputs for later requests. max_requests, max_tokens: how many
-    are kept, the oldest go first. store: file that keeps them between runs.
+    factor: drafted tokens for every matched one. offset: drafted tokens beyond that. min_token_prob: least
+    probability of a path. min_score: draft nothing if fewer accepted tokens are expected. tree: draft the
+    likeliest branches, not the likeliest chain. remember: keep finished outputs for later requests.
+    max_requests: outputs kept, the oldest go first. max_tokens: tokens kept of them in all. store: file that
+    keeps them between runs.
     """
 
     num_speculative_tokens: int = 15
@@ -79,6 +80,7 @@ class SuffixDrafter(Drafter):
     def __init__(self, config: SuffixConfig, target: TargetInfo, store: SuffixStore | None = None) -> None:
         """`store` is one that other drafters use as well; its own bounds and file count."""
         self._config = config
+        self._shares = store is not None
         self.num_speculative_tokens = config.num_speculative_tokens
         if store is None and config.remember:
             store = SuffixStore(
@@ -135,10 +137,13 @@ class SuffixDrafter(Drafter):
         return held + (self.store.memory_bytes if self.store is not None else 0)
 
     def shutdown(self) -> None:
-        """Frees the rows and writes the store's file. What is remembered stays, for a store may be shared."""
+        """Frees the rows and writes the store's file; a store that others use as well stays."""
         self._rows.clear()
-        if self.store is not None:
-            self.store.save()
+        store = self.store
+        if not self._shares:
+            self.store = None
+        if store is not None:
+            store.save()
 
 
 def _better(local: Guess | None, shared: Guess | None) -> Guess | None:

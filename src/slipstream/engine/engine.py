@@ -324,7 +324,7 @@ class Engine:
             kept = (0, *verdict.path)[:emitted]
             self.runner.cache.commit(sequence.id, kept)
             for counts in (sequence.counts, self.counts):
-                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted)
+                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, source=w.draft.source)
             accepted = min(len(path_tokens), emitted)
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
