@@ -33,8 +33,8 @@ class CascadeConfig:
 
     model: short for drafters=suffix+draft_model(model=…). mode: first takes the first draft that is good
     enough, merge verifies all of them as one tree. min_score: expected accepted tokens that are good enough;
-    a part that does not tell them always is. num_speculative_tokens: tokens drafted a step, by default the most that
-    a part drafts; each part keeps to its own limit as well.
+    a part that does not tell them always is. num_speculative_tokens: tokens drafted a step, by default the
+    most that a part drafts; each part keeps to its own limit as well.
     """
 
     drafters: str = ""

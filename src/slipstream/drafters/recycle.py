@@ -161,9 +161,9 @@ class RecycleDrafter(Drafter):
             tokens = seen.draft.tree.tokens
             order = [*(n for n in range(len(tokens)) if n not in kept), *kept]
             rows = {tokens[n]: top[n] for n in order if tokens[n] < self._vocab}
-            ids = list(rows)
-            self._table[ids] = list(rows.values())
-            self._computed[ids] = True
+            for token, row in rows.items():
+                self._table[token] = row
+                self._computed[token] = True
 
     @property
     def memory_bytes(self) -> int:
