@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.core.draft import Observation
+from slipstream.core.params import SamplingParams
 from slipstream.drafters import build_drafter
 from slipstream.drafters._suffix_store import MAGIC, SAVE_EVERY, SuffixStore
 from slipstream.drafters._suffix_tree import Limits
@@ -23,11 +24,11 @@ INFO = TargetInfo(24, 2048)
 
 
 def suffix(store: SuffixStore | None = None, **options: Any) -> SuffixDrafter:
-    return SuffixDrafter(SuffixConfig(**options), INFO, store)
+    return SuffixDrafter(SuffixConfig(**{"offset": 0.0, **options}), INFO, store)
 
 
 @pytest.mark.parametrize(
-    "spec", ["suffix", "suffix:tree=true,factor=2,min_token_prob=0", "suffix:remember=false,offset=2"]
+    "spec", ["suffix", "suffix:tree=true,factor=2,min_token_prob=0", "suffix:remember=false,offset=0"]
 )
 def test_the_sample_is_that_of_plain_decoding(bench: Any, spec: str) -> None:
     counts = bench.assert_same_sample(lambda: build_drafter(spec, INFO))
@@ -90,9 +91,21 @@ def test_nothing_is_left_of_closed_rows_and_after_shutdown(bench: Any) -> None:
     assert drafter.memory_bytes == 0
 
 
-def bench_run() -> Any:
-    from slipstream.core.params import SamplingParams
+def test_a_cancelled_row_is_freed_and_what_it_said_is_remembered(bench: Any) -> None:
+    drafter = suffix()
+    bench.engine.set_drafter(drafter)
+    seq_id = bench.engine.add([1, 2, 3], bench_run())
+    for _ in range(8):
+        bench.engine.step()
+    row = bench.engine.find(seq_id)
+    assert drafter.memory_bytes > 0 and drafter.store is not None and not len(drafter.store)
+    bench.engine.cancel(seq_id)
+    bench.engine.apply_cancels()
+    assert drafter.store.num_tokens == len(row.output) - 1
+    assert drafter.memory_bytes == drafter.store.memory_bytes
 
+
+def bench_run() -> SamplingParams:
     return SamplingParams(max_tokens=20)
 
 

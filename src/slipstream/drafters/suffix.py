@@ -35,12 +35,14 @@ class SuffixConfig:
     likeliest branches, not the likeliest chain. remember: keep finished outputs for later requests.
     max_requests: outputs kept, the oldest go first. max_tokens: tokens kept of them in all. store: file that
     keeps them between runs.
+    The defaults fill, with the root, the 8 rows a step is padded to anyway; the paper's own are factor=1,
+    offset=0, where a short match drafts little.
     """
 
-    num_speculative_tokens: int = 15
+    num_speculative_tokens: int = 7
     max_depth: int = 24
     factor: float = 1.0
-    offset: float = 0.0
+    offset: float = 6.0
     min_token_prob: float = 0.1
     min_score: float = 0.0
     tree: bool = False
