@@ -29,6 +29,7 @@ class DraftCounts:
     passes: int = 0  # target passes (verifications), plain steps included
     emitted: int = 0  # tokens made final
     drafts: int = 0  # passes with a draft that was not empty
+    sampled_drafts: int = 0  # of those, drawn from a law q and verified by the ratio test
     draft_tokens: int = 0
     accepted_tokens: int = 0
     drafted_at: list[int] = field(default_factory=list)  # drafts that reached depth i+1
@@ -36,10 +37,12 @@ class DraftCounts:
     accepted_at: list[int] = field(default_factory=list)
     sources: dict[str, SourceCounts] = field(default_factory=dict)  # by `Draft.source`
 
-    def record(self, depth: int, nodes: int, accepted: int, emitted: int, source: str = "") -> None:
+    def record(
+        self, depth: int, nodes: int, accepted: int, emitted: int, sampled: bool = False, source: str = ""
+    ) -> None:
         """One verification: draft depth and drafted nodes, accepted drafted tokens, emitted tokens.
 
-        source: which drafter, or part of one, made the draft.
+        sampled: the draft carried a law q. source: which drafter, or part of one, made it.
         What was accepted but lies behind an end (EOS, stop string, limit) was not emitted and does
         not count, neither as accepted nor as tested.
         """
@@ -47,6 +50,7 @@ class DraftCounts:
         self.passes += 1
         self.emitted += emitted
         self.drafts += nodes > 0
+        self.sampled_drafts += nodes > 0 and sampled
         self.draft_tokens += nodes
         self.accepted_tokens += accepted
         while len(self.drafted_at) < depth:
@@ -69,6 +73,7 @@ class DraftCounts:
         self.passes += other.passes
         self.emitted += other.emitted
         self.drafts += other.drafts
+        self.sampled_drafts += other.sampled_drafts
         self.draft_tokens += other.draft_tokens
         self.accepted_tokens += other.accepted_tokens
         for name in ("drafted_at", "tested_at", "accepted_at"):
@@ -83,6 +88,11 @@ class DraftCounts:
     def tau(self) -> float:
         """Tokens emitted a target pass, the bonus token included; 1 is plain decoding."""
         return self.emitted / self.passes if self.passes else 0.0
+
+    @property
+    def branched(self) -> bool:
+        """Whether any draft was a tree with branches rather than a chain."""
+        return self.draft_tokens > sum(self.drafted_at)
 
     @property
     def acceptance_rate(self) -> float:
