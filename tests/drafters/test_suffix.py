@@ -14,8 +14,8 @@ import pytest
 from slipstream.core.draft import Observation
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import build_drafter
+from slipstream.drafters._suffix_guess import Limits
 from slipstream.drafters._suffix_store import MAGIC, SAVE_EVERY, SuffixStore
-from slipstream.drafters._suffix_tree import Limits
 from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.suffix import SuffixConfig, SuffixDrafter
 from slipstream.errors import DrafterError, ParameterError

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.drafters._suffix_tree import TOKEN_BYTES, GrowingTree, Guess, Limits, SuffixTree
+from slipstream.drafters._suffix_guess import Guess, Limits, best_guess
+from slipstream.drafters._suffix_tree import TOKEN_BYTES, GrowingTree, SuffixTree
 
 Text = Sequence[int]
 texts = st.lists(st.integers(0, 3), max_size=30)
@@ -111,7 +112,7 @@ def naive_best(text: Text, tail: Text, depth: int, limits: Limits) -> tuple[floa
 def test_the_first_step_of_a_guess_is_the_likeliest(text: Text, tail: Text, depth: int, floor: float) -> None:
     tree, limits = SuffixTree(depth), Limits(1, 1, floor=floor)
     tree.add(text)
-    found = tree.best(array("i", tail), limits)
+    found = best_guess(tree, array("i", tail), limits)
     score, match = naive_best(text, tail, depth, limits)
     assert (found.score, found.match) == (pytest.approx(score), match) if found else score == 0.0
 
@@ -132,7 +133,7 @@ def test_the_first_step_of_a_guess_is_the_likeliest(text: Text, tail: Text, dept
 def test_guesses_keep_their_limits_and_their_probabilities(text: Text, depth: int, limits: Limits) -> None:
     tree = GrowingTree(depth)
     tree.extend(text)
-    guess = tree.guess(limits)
+    guess = best_guess(tree, tree.repeated(), limits)
     if guess is None:
         return
     assert guess.match <= len(text) - tree.counted
@@ -153,7 +154,7 @@ def test_guesses_keep_their_limits_and_their_probabilities(text: Text, depth: in
 def test_a_tie_goes_to_the_longer_match_and_the_later_token() -> None:
     tree = GrowingTree()
     tree.extend([1, 2, 3, 8, 1, 2, 4, 9, 5, 1, 2])
-    guess = tree.guess(Limits(1, 1))
+    guess = best_guess(tree, tree.repeated(), Limits(1, 1))
     assert guess == Guess((4,), (0,), (0.5,), 0.5, 2)
 
 
@@ -161,7 +162,7 @@ def test_branches_come_best_first() -> None:
     tree = SuffixTree()
     for follow in ([5, 6], [5, 6], [5, 7], [8, 9]):
         tree.add([1, *follow])
-    guess = tree.best(array("i", [1]), Limits(8, 8, factor=8, floor=0.2, branch=True))
+    guess = best_guess(tree, array("i", [1]), Limits(8, 8, factor=8, floor=0.2, branch=True))
     assert guess is not None
     assert guess.tokens[:2] == (5, 6)
     assert list(guess.probs) == sorted(guess.probs, reverse=True)

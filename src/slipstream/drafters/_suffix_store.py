@@ -21,7 +21,8 @@ from typing import Any
 
 import filelock
 
-from slipstream.drafters._suffix_tree import TOKEN_BYTES, Guess, Limits, SuffixTree
+from slipstream.drafters._suffix_guess import Guess, Limits, best_guess
+from slipstream.drafters._suffix_tree import TOKEN_BYTES, SuffixTree
 from slipstream.errors import DrafterError
 
 MAGIC = b"slipstream suffix store 1\n"
@@ -93,7 +94,7 @@ class SuffixStore:
     def best(self, tail: array[int], limits: Limits) -> Guess | None:
         """What may follow a text that ends with `tail`."""
         with self._lock:
-            return self._tree.best(tail, limits)
+            return best_guess(self._tree, tail, limits)
 
     def save(self) -> None:
         """Write the file, whole or not at all. Nothing without a path, or if nothing is new."""

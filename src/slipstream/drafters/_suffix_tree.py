@@ -12,14 +12,11 @@ up from the root. A text of n tokens has n look-ups in all, each at most `max_de
 
 from __future__ import annotations
 
-import heapq
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 # Measured with CPython 3.11: object, boxed positions, the parent's dict entry. Tests ask tracemalloc.
 NODE_BYTES, INNER_BYTES, TOKEN_BYTES = 145, 190, 4
-HUB = 256  # children; reading more of them at every step costs more than their branches give
 
 
 class Node:
@@ -28,7 +25,7 @@ class Node:
     The label is text[start : start + length], and text[start - depth : start] is the path that leads there,
     where depth is the length of that path: so an edge can be joined with the one above by moving `start`.
     The last edge of a growing text reaches beyond what is written; what is readable ends with the text.
-    best: the child of the highest count, the latest of equals; None if not known.
+    best: the child of the highest count, the latest of equals; None if not known (ask `best_child`).
     """
 
     __slots__ = ("best", "children", "count", "length", "start", "text")
@@ -41,40 +38,16 @@ class Node:
         self.children: dict[int, Node] | None = None
         self.best: Node | None = None
 
+    def best_child(self) -> Node | None:
+        """The child that occurs most."""
+        if self.best is None and self.children:
+            self.best = max(self.children.values(), key=lambda child: child.count)
+        return self.best
+
     @property
     def readable(self) -> int:
         """Tokens of the label that are written."""
         return min(self.length, len(self.text) - self.start)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a guess may have: `depth` tokens in a row, `nodes` in all, and match * factor + offset of them.
-
-    floor: least probability of a path. branch: a tree of the likeliest paths instead of the likeliest chain.
-    """
-
-    depth: int
-    nodes: int
-    factor: float = 1.0
-    offset: float = 0.0
-    floor: float = 0.1
-    branch: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """Tokens that may follow, flat: parents[i] is 0 for the root, k for the k-th guessed token.
-
-    probs are the probabilities of the paths; their sum, `score`, is the expected number of accepted tokens.
-    match: length of the suffix they follow.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    probs: tuple[float, ...]
-    score: float
-    match: int
 
 
 class SuffixTree:
@@ -220,21 +193,6 @@ class SuffixTree:
         found = self.find(array("i", tokens))
         return found[0].count if found else 0
 
-    def best(self, tail: array[int], limits: Limits) -> Guess | None:
-        """The guess of the highest score over all suffixes of `tail`; of equals the longest match."""
-        best: Guess | None = None
-        for match in range(1, min(len(tail), self.max_depth - 1) + 1):
-            found = self.find(tail, len(tail) - match)
-            if found is None:
-                break
-            room = min(limits.nodes, int(match * limits.factor + limits.offset))
-            if room < 1:
-                continue
-            guess = (_branches if limits.branch else _chain)(*found, room, limits, match)
-            if guess.tokens and (best is None or guess.score >= best.score):
-                best = guess
-        return best
-
     # -- upkeep ---------------------------------------------------------------------------------
 
     @property
@@ -338,9 +296,9 @@ class GrowingTree(SuffixTree):
             self.text.append(token)
             self._writer.take(len(self.text) - 1)
 
-    def guess(self, limits: Limits) -> Guess | None:
-        """What may follow the text, by what followed its own suffixes before."""
-        return self.best(self.text[self.counted :], limits)
+    def repeated(self) -> array[int]:
+        """The longest end of the text that has occurred before."""
+        return self.text[self.counted :]
 
     def tail(self) -> array[int]:
         """The end of the text, as much as a match in another tree can have."""
@@ -349,63 +307,3 @@ class GrowingTree(SuffixTree):
     @property
     def memory_bytes(self) -> int:
         return super().memory_bytes + len(self.text) * TOKEN_BYTES
-
-
-def _best_child(node: Node) -> Node | None:
-    if node.best is None and node.children:
-        node.best = max(node.children.values(), key=lambda child: child.count)
-    return node.best
-
-
-def _chain(node: Node, offset: int, room: int, limits: Limits, match: int) -> Guess:
-    """Follow the highest count while the path's probability stays at the floor or above."""
-    tokens: list[int] = []
-    probs: list[float] = []
-    prob, room = 1.0, min(room, limits.depth)
-    while True:
-        take = min(node.readable - offset, room - len(tokens))
-        tokens += node.text[node.start + offset : node.start + offset + take]
-        probs += [prob] * take
-        child = _best_child(node)
-        if child is None or len(tokens) >= room:
-            break
-        prob *= child.count / node.count
-        if prob < limits.floor:
-            break
-        node, offset = child, 0
-    return Guess(tuple(tokens), tuple(range(len(tokens))), tuple(probs), sum(probs), match)
-
-
-def _branches(node: Node, offset: int, room: int, limits: Limits, match: int) -> Guess:
-    """The likeliest paths, best first; a node's parent has at least its probability, so it comes before."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    probs: list[float] = []
-    order = 0
-    heap: list[tuple[float, int, Node, int, int, int]] = []
-
-    def push(node: Node, offset: int, prob: float, parent: int, depth: int) -> None:
-        nonlocal order
-        if depth > limits.depth:
-            return
-        if offset < node.readable:
-            heapq.heappush(heap, (-prob, order, node, offset, parent, depth))
-            order += 1
-            return
-        children: Iterable[Node] = (node.children or {}).values()
-        if node.children is not None and len(node.children) > HUB:
-            children = filter(None, [_best_child(node)])
-        least = limits.floor * node.count
-        for child in children:
-            if prob * child.count >= least:
-                heapq.heappush(heap, (-prob * child.count / node.count, order, child, 0, parent, depth))
-                order += 1
-
-    push(node, offset, 1.0, 0, 1)
-    while heap and len(tokens) < room:
-        negative, _, node, offset, parent, depth = heapq.heappop(heap)
-        tokens.append(node.text[node.start + offset])
-        parents.append(parent)
-        probs.append(-negative)
-        push(node, offset + 1, -negative, len(tokens), depth + 1)
-    return Guess(tuple(tokens), tuple(parents), tuple(probs), sum(probs), match)

@@ -72,6 +72,7 @@ class CascadeDrafter(Drafter):
         lengths = [part.num_speculative_tokens for part in self.parts]
         given = config.num_speculative_tokens
         self.num_speculative_tokens = max(lengths) if given is None else given
+        self.learns = any(part.learns for part in self.parts)
         wanted = [part.needs for part in self.parts]
         # A part that reads the prompt waits for the first token by itself, so that the others need not.
         self.needs = Needs(

@@ -102,6 +102,7 @@ class RecycleDrafter(Drafter):
     name = "recycle"
     Config = RecycleConfig
     needs = Needs(node_logits=True)
+    learns = True
 
     def __init__(self, config: RecycleConfig, target: TargetInfo) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slipstream.drafters._suffix_guess import Guess, Limits, best_guess
 from slipstream.drafters._suffix_store import SuffixStore, vocabulary_digest
-from slipstream.drafters._suffix_tree import GrowingTree, Guess, Limits
+from slipstream.drafters._suffix_tree import GrowingTree
 from slipstream.drafters.base import (
     Draft,
     Drafter,
@@ -82,6 +83,7 @@ class SuffixDrafter(Drafter):
     def __init__(self, config: SuffixConfig, target: TargetInfo, store: SuffixStore | None = None) -> None:
         """`store` is one that other drafters use as well; its own bounds and file count."""
         self._config = config
+        self.learns = config.remember or store is not None
         self._shares = store is not None
         self.num_speculative_tokens = config.num_speculative_tokens
         if store is None and config.remember:
@@ -114,7 +116,7 @@ class SuffixDrafter(Drafter):
         config, budget = self._config, request.budget
         floor = max(config.min_token_prob, budget.stop_below)
         limits = Limits(budget.depth, budget.nodes, config.factor, config.offset, floor, config.tree)
-        best = tree.guess(limits)
+        best = best_guess(tree, tree.repeated(), limits)
         if self.store is not None:
             best = _better(best, self.store.best(tree.tail(), limits))
         if best is None or best.score < config.min_score:
