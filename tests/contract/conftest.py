@@ -7,7 +7,10 @@ import pytest
 from slipstream.drafters import list_drafters
 
 # What must be given to a drafter that cannot be built without options.
-NEEDED = {"draft_model": ["draft_model:model={draft}", "draft_model:model={draft},sampled=true"]}
+NEEDED = {
+    "draft_model": ["draft_model:model={draft}", "draft_model:model={draft},sampled=true"],
+    "cascade": ["cascade:model={draft}", "cascade:mode=merge,drafters=ngram(branches=2)+recycle"],
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,6 +6,7 @@ import io
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any, TextIO
@@ -100,6 +101,9 @@ class Summary:
             where = " (green above)" if green else ""
             self.line("drafted", f"{counts.accepted_tokens} of {outcome.num_tokens} tokens{where}")
             self.line("accepted", f"{counts.accepted_tokens} of {counts.draft_tokens} drafted tokens")
+            if len(counts.sources) > 1:
+                parts = (f"{k} {c.accepted_tokens} of {c.draft_tokens}" for k, c in counts.sources.items())
+                self.line("by part", ", ".join(parts))
             self.line("at position", f"{_percent(counts.acceptance_per_position)} of drafts accepted")
         else:
             self.line("drafted", "nothing: every token came from plain decoding")
@@ -195,4 +199,5 @@ def _answer(completion: Completion) -> dict[str, Any]:
         "target_passes": counts.passes,
         "drafted_tokens": counts.draft_tokens,
         "accepted_tokens": counts.accepted_tokens,
+        "sources": {name: asdict(part) for name, part in counts.sources.items()},
     }

@@ -151,12 +151,14 @@ class Drafter(ABC):
     """Proposes drafts for many rows at once. Only `propose` must be written.
 
     `name` is what people type after --drafter. A drafter keeps per-row memory under `seq_id`, from
-    `open` to `close`. It must not depend on the order or the company of the rows in a batch.
+    `open` to `close`. It must not depend on the order or the company of the rows in a batch, except
+    through what it has learned from them, if it `learns`.
     """
 
     name: str = ""
     needs: Needs = Needs()
     num_speculative_tokens: int = 0  # draft length unless a controller decides otherwise
+    learns: bool = False  # keeps something of each request for later ones: drafts get better, outputs stay
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:  # noqa: B027
         """A row was admitted."""

@@ -174,9 +174,8 @@ class Engine:
             work = self._propose(rows, budgets)
             output, verdicts, logprobs = self._verify(work)
             events += self._commit(work, output, verdicts, logprobs, began)
-        spent = time.perf_counter() - began
         told = self.seconds - before
-        self.seconds.other += spent - told.target - told.prefill - told.drafter
+        self.seconds.other += time.perf_counter() - began - told.target - told.prefill - told.drafter
         return events
 
     def apply_cancels(self) -> list[Event]:
@@ -325,8 +324,9 @@ class Engine:
             # The last emitted token is the new root, so it stays out of the cache.
             kept = (0, *verdict.path)[:emitted]
             self.runner.cache.commit(sequence.id, kept)
+            sampled, source = w.draft.q is not None, w.draft.source
             for counts in (sequence.counts, self.counts):
-                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, w.draft.q is not None)
+                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, sampled, source)
             accepted = min(len(path_tokens), emitted)
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
@@ -370,8 +370,7 @@ class Engine:
             if other is None:
                 self._read_groups.pop(sequence.group)
             else:
-                # its cache holds the same prompt in front of its own tokens
-                self._read_groups[sequence.group] = other
+                self._read_groups[sequence.group] = other  # its cache begins with the same prompt
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left."""
