@@ -29,14 +29,24 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step added to one sequence. drafted[i] tells whether token i was drafted and accepted."""
+    """What one step added to one sequence. drafted[i] tells whether token i was drafted and accepted.
+
+    pieces[i] is the text that became final with token i: its own, after what was held back before it
+    (half a character, the possible beginning of a stop string). A cancellation has no tokens and at most
+    one piece. lossy: the rule it came by does not keep the target's law.
+    """
 
     seq_id: int
     tokens: tuple[int, ...]
-    text: str
+    pieces: tuple[str, ...]
     drafted: tuple[bool, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    lossy: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass
@@ -55,6 +65,7 @@ class Sequence:
     room: int
     stream: TextStream | None = None
     group: int | None = None
+    lossy: bool = False  # decoded by a rule that does not keep the target's law
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -103,6 +114,7 @@ class Sequence:
         end, nothing is kept.
         """
         kept = 0
+        pieces = []
         for token in tokens:
             if self.finished:
                 break
@@ -110,17 +122,19 @@ class Sequence:
             self.drafted.append(kept < num_drafted)
             kept += 1
             self.finish_reason = self._end_at(token)
-        if self.stream and self.finished and self.stream.finish():
-            self.finish_reason = "stop"
+            if self.stream and self.finished and self.stream.finish():
+                self.finish_reason = "stop"
+            pieces.append(self.stream.take() if self.stream else "")
         kept_logprobs = tuple(logprobs[:kept])
         self.logprobs.extend(kept_logprobs)
         return Event(
             self.id,
             tuple(tokens[:kept]),
-            self.stream.take() if self.stream else "",
+            tuple(pieces),
             tuple(i < num_drafted for i in range(kept)),
             kept_logprobs,
             self.finish_reason,
+            self.lossy,
         )
 
     def _end_at(self, token: int) -> FinishReason | None:
@@ -134,6 +148,8 @@ class Sequence:
     def cancel(self) -> Event:
         """End now, with what there is."""
         self.finish_reason = "cancelled"
+        held = ""
         if self.stream:
             self.stream.finish()
-        return Event(self.id, (), self.stream.take() if self.stream else "", finish_reason="cancelled")
+            held = self.stream.take()
+        return Event(self.id, (), (held,) if held else (), finish_reason="cancelled", lossy=self.lossy)

@@ -144,7 +144,7 @@ class CrossVocabDrafter(Drafter):
         law = law_of(scores, request.params)
         beam.laws.append(law.dense(self._target_vocab))  # [V] float64
         position = len(request.tokens) + len(beam.tokens)
-        return self._to_draft[law.draw(request.seed, position, Purpose.DRAFT)]
+        return self._to_draft[law.draw(request.seed, position, Purpose.DRAFT, origin=request.origin)]
 
     def _draft(self, request: DraftRequest, text: list[int], beam: Beam) -> Draft:
         if self._banned is not None:

@@ -140,7 +140,8 @@ class ModelDrafter(Drafter):
         """One token drawn from the draft's warped law; logits [V]."""
         law = warped_law(logits, request.params, self._vocab)
         beam.laws.append(law.dense(self._target_vocab))  # [V] float64
-        return law.draw(request.seed, len(request.tokens) + len(beam.tokens), Purpose.DRAFT)
+        position = len(request.tokens) + len(beam.tokens)
+        return law.draw(request.seed, position, Purpose.DRAFT, origin=request.origin)
 
     def close(self, seq_id: int) -> None:
         self._cache.close(seq_id)

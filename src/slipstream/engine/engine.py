@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slipstream.control import Controller, RowOutcome, RowState, build_controller
@@ -27,7 +28,7 @@ from slipstream.errors import CapacityError, DrafterError, ParameterError
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Output, Runner
-from slipstream.verify import Verdict, build_views, choose_rule
+from slipstream.verify import Verdict, build_views, check_rule, choose_rule
 from slipstream.verify.view import ViewRow
 
 
@@ -43,7 +44,8 @@ class Engine:
     """Decodes many sequences at once with one drafter.
 
     vocab_size: ids that may be emitted (a head's padding is beyond it). decode turns token ids into
-    text; without it there is no text and no stop string. All methods are for one thread.
+    text; without it there is no text and no stop string. rule: see `verify.choose_rule`; one that changes
+    the output needs lossy=True, and `Engine.lossy` and every event say so. All methods are for one thread.
     """
 
     def __init__(
@@ -58,9 +60,15 @@ class Engine:
         max_rows: int = 8,
         context: int | None = None,
         chunk: int = CHUNK,
+        rule: str = "auto",
+        lossy: bool = False,
     ) -> None:
+        self.lossy = check_rule(rule, lossy)
+        self._rule = partial(choose_rule, rule=rule, lossy=lossy)
         if max_rows < 1:
             raise ParameterError(f"max_rows must be at least 1, not {max_rows}")
+        if context is not None and context < 2:
+            raise ParameterError(f"context must be at least 2 tokens, not {context}")
         self.runner = runner
         self.vocab_size = min(vocab_size or runner.vocab_size, runner.vocab_size)
         self.eos_ids = frozenset(eos_ids)
@@ -85,11 +93,10 @@ class Engine:
         """
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
-        self.drafter = drafter or self._plain
-        self.controller = build_controller(
-            controller, self.drafter.num_speculative_tokens, self.drafter.num_draft_nodes
-        )
-        self.runner.tap(self.drafter.needs)
+        drafter = drafter or self._plain
+        built = build_controller(controller, drafter.num_speculative_tokens, drafter.num_draft_nodes)
+        self.runner.tap(drafter.needs)
+        self.drafter, self.controller = drafter, built
 
     def add(
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
@@ -125,6 +132,7 @@ class Engine:
             room=room,
             stream=TextStream(self._decode, params.stop) if self._decode else None,
             group=group,
+            lossy=self.lossy,
         )
         self._next_id += 1
         self._pipelines[sequence.id] = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt))
@@ -132,8 +140,9 @@ class Engine:
         return sequence.id
 
     def cancel(self, seq_id: int) -> None:
-        """End a request; takes effect at the next step's boundary, ids that are gone are ignored."""
-        self._cancelled.add(seq_id)
+        """End a request; takes effect at the next step's boundary, unknown ids are ignored."""
+        if self.find(seq_id) is not None:
+            self._cancelled.add(seq_id)
 
     def find(self, seq_id: int) -> Sequence | None:
         """The live sequence of this id."""
@@ -164,10 +173,9 @@ class Engine:
             budgets = self._plan(rows)
             work = self._propose(rows, budgets)
             output, verdicts, logprobs = self._verify(work)
-            events += self._commit(work, output, verdicts, logprobs)
-        spent = time.perf_counter() - began
+            events += self._commit(work, output, verdicts, logprobs, began)
         told = self.seconds - before
-        self.seconds.other += spent - told.target - told.prefill - told.drafter
+        self.seconds.other += time.perf_counter() - began - told.target - told.prefill - told.drafter
         return events
 
     def apply_cancels(self) -> list[Event]:
@@ -279,20 +287,10 @@ class Engine:
         assert output.logits is not None
         self.seconds.target += time.perf_counter() - clock
         spans = output.pack.spans
-        views = build_views(
-            [
-                ViewRow(
-                    self._pipelines[w.sequence.id],
-                    w.sequence.tokens,
-                    w.draft.tree,
-                    w.sequence.seed,
-                    span.start,
-                )
-                for w, span in zip(work, spans, strict=True)
-            ],
-            output.logits,
-        )
-        verdicts = [choose_rule(w.draft)(w.draft, view) for w, view in zip(work, views, strict=True)]
+        rows_of = [(w.sequence, w.draft.tree, span.start) for w, span in zip(work, spans, strict=True)]
+        seen = [ViewRow(self._pipelines[s.id], s.tokens, tree, s.seed, start) for s, tree, start in rows_of]
+        views = build_views(seen, output.logits)
+        verdicts = [self._rule(w.draft)(w.draft, view) for w, view in zip(work, views, strict=True)]
         chosen_logprobs = []
         for w, span, verdict in zip(work, spans, verdicts, strict=True):
             rows: list[TokenLogprob] = []
@@ -314,6 +312,7 @@ class Engine:
         output: Output,
         verdicts: list[Verdict],
         chosen_logprobs: list[list[TokenLogprob]],
+        began: float,
     ) -> list[Event]:
         events, outcomes, observations = [], [], []
         for w, span, verdict, rows in zip(work, output.pack.spans, verdicts, chosen_logprobs, strict=True):
@@ -325,8 +324,9 @@ class Engine:
             # The last emitted token is the new root, so it stays out of the cache.
             kept = (0, *verdict.path)[:emitted]
             self.runner.cache.commit(sequence.id, kept)
+            sampled, source = w.draft.q is not None, w.draft.source
             for counts in (sequence.counts, self.counts):
-                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted)
+                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, sampled, source)
             accepted = min(len(path_tokens), emitted)
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
@@ -347,7 +347,7 @@ class Engine:
             )
             events.append(event)
         self._observe(observations)
-        self.controller.record(outcomes, 0.0)
+        self.controller.record(outcomes, time.perf_counter() - began)
         for w in work:
             if w.sequence.finished:
                 self._retire(w.sequence)
@@ -370,20 +370,25 @@ class Engine:
             if other is None:
                 self._read_groups.pop(sequence.group)
             else:
-                # its cache holds the same prompt in front of its own tokens
-                self._read_groups[sequence.group] = other
+                self._read_groups[sequence.group] = other  # its cache begins with the same prompt
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left."""
         while self.has_work:
             yield from self.step()
 
-    def close(self) -> None:
-        """Free everything. The model gets its own attention back."""
+    def abandon(self) -> None:
+        """Forget every request, wherever it is."""
         for sequence in list(self._scheduler):
             self._retire(sequence)
-        self.drafter.shutdown()
-        self.runner.close()
+
+    def close(self) -> None:
+        """Free everything. The model gets its own attention back."""
+        try:
+            self.abandon()
+            self.drafter.shutdown()
+        finally:
+            self.runner.close()
 
     def __enter__(self) -> Engine:
         return self
