@@ -1,7 +1,8 @@
 """The cache of a model that drafts with a vocabulary and a cache of its own.
 
 Its length is the only state: before drafting a row it rolls back to where cached and committed tokens part
-and reads what is missing. Drafted tokens that were accepted are there already.
+and reads what is missing. Drafted tokens that were accepted are there already, uncommitted behind the
+length, so nobody else may compute in these slots between two drafts.
 """
 
 from __future__ import annotations
