@@ -148,6 +148,7 @@ class Drafter(ABC):
     name: str = ""
     needs: Needs = Needs()
     num_speculative_tokens: int = 0  # draft length unless a controller decides otherwise
+    draft_nodes: int = 0  # drafted tokens of a whole tree, likewise; 0: a chain, as many as it is long
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:  # noqa: B027
         """A row was admitted."""

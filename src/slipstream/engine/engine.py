@@ -86,7 +86,9 @@ class Engine:
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
         self.drafter = drafter or self._plain
-        self.controller = build_controller(controller, self.drafter.num_speculative_tokens)
+        self.controller = build_controller(
+            controller, self.drafter.num_speculative_tokens, self.drafter.draft_nodes
+        )
         self.runner.tap(self.drafter.needs)
 
     def add(
