@@ -38,10 +38,11 @@ class PlainNowAndThen(Controller):
 
     def __init__(self) -> None:
         self.steps = 0
+        self.depth = 9
 
     def plan(self, rows: Sequence[RowState]) -> list[Budget]:
         self.steps += 1
-        return [Budget() if (self.steps + row.seq_id) % 3 == 0 else Budget(9, 99) for row in rows]
+        return [Budget() if (self.steps + row.seq_id) % 3 == 0 else Budget(self.depth, 99) for row in rows]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from slipstream.drafters.base import Draft, Drafter, DraftRequest, Needs, Observ
 from slipstream.errors import ParameterError
 from slipstream.heads.io import load_medusa
 from slipstream.heads.medusa import LMHead, MedusaHeads
+from slipstream.model.pack import pad_rows
 from slipstream.model.packed import can_pack, pack_linears, weight_bytes
 from slipstream.model.parts import ModelParts
 
@@ -118,7 +119,8 @@ class MedusaDrafter(Drafter):
     @torch.inference_mode()
     def _ranked(self, hidden: torch.Tensor, depth: int) -> list[list[list[int]]]:
         """For every row of hidden [rows, H] and depth, the likeliest target ids, best first."""
-        logits = self._heads(hidden, self._lm_head, depth)[..., : self._width]  # [depth, rows, V]
+        logits = self._heads(pad_rows(hidden), self._lm_head, depth)  # [depth, padded rows, V]
+        logits = logits[:, : len(hidden), : self._width]  # [depth, rows, V]
         most = min(max(self._choices.widths[:depth]), logits.shape[-1])
         ids = self._heads.vocab.to_target(logits.float().topk(most).indices)  # [depth, rows, most]
         return ids.transpose(0, 1).tolist()  # type: ignore[no-any-return]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
+from slipstream.heads.eagle import EagleConfig, EagleHead
 from slipstream.heads.medusa import MedusaConfig, MedusaHeads
 from slipstream.model.parts import ModelParts
 from slipstream.model.taps import decoder
@@ -99,3 +102,61 @@ def perfect_medusa(model: PreTrainedModel, num_heads: int = 3) -> MedusaHeads:
         output: torch.nn.Linear = head[-1]  # type: ignore[index]
         output.weight.data = _map(states, torch.nn.functional.one_hot(reached, vocab))
     return heads.eval().requires_grad_(False)
+
+
+def random_eagle(
+    model: PreTrainedModel,
+    version: int = 3,
+    *,
+    aux_layers: tuple[int, ...] = (0, 1, 2),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> EagleHead:
+    """A head of another shape than the target's layers, bound to the model, that knows nothing."""
+    parts = ModelParts.of(model)
+    settings: dict[str, Any] = {
+        "version": 3 if version == 3 else 1,
+        "hidden_size": parts.hidden_size,
+        "intermediate_size": 3 * parts.hidden_size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": parts.vocab_size,
+        "target_hidden_size": parts.hidden_size,
+        "aux_layers": aux_layers if version == 3 else (),
+        **config,
+    }
+    head = EagleHead(EagleConfig(**settings), dtype)
+    randomise(head, seed)
+    if head.vocab.reduced:
+        head.vocab.set_ids(random_ids(parts.vocab_size, head.vocab.size, seed))
+    head.target = parts
+    return head.eval().requires_grad_(False)
+
+
+def perfect_eagle(model: PreTrainedModel, version: int = 3) -> EagleHead:
+    """A head that is right about a greedy `memoryless_model`.
+
+    EAGLE-1 at every depth: its output is the embedding it read. EAGLE-3 one token deep: fc turns the
+    last residual stream of x into the embedding of next(x).
+    """
+    layers = int(model.config.num_hidden_layers)
+    head = random_eagle(model, version, aux_layers=(layers,))
+    body, table = head.body, model.get_input_embeddings().weight  # [V, H]
+    size = table.shape[1]
+    for name, parameter in head.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            parameter.data.zero_()
+        elif "norm" in name:
+            parameter.data.fill_(1.0)
+    fc: Any = body["fc"]
+    if version == 1:
+        fc.weight.data = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    else:
+        every = torch.arange(len(table))[:, None]
+        # what enters the layers: a model may scale its embedding
+        stream = decoder(model)(input_ids=every, use_cache=False, output_hidden_states=True).hidden_states[0]
+        fc.weight.data = _map(stream[:, 0].detach(), table.detach()[greedy_next(model)])
+        body["lm_head"].weight.data = model.get_output_embeddings().weight.detach().clone()  # type: ignore[union-attr]
+    return head
