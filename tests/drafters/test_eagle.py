@@ -120,9 +120,9 @@ def test_drafting_logits_are_those_of_training(
     version: int, kind: str, options: Any, chunk: int, info: Info, plain_now_and_then: Controller
 ) -> None:
     """At every position and depth: accepted, rejected and plain steps, several rows, one cancelled."""
-    model = memoryless_model(kind)
-    head = random_eagle(model, version, **options)
-    drafter = Watched(EagleDrafterConfig(heads="", top_k=3, num_speculative_tokens=3), info(model), head)
+    model = tiny_model(kind, vocab_size=24, layers=3)  # transformers gives the last stream only normed
+    head = random_eagle(model, version, scale=0.15, **options)
+    drafter = Watched(EagleDrafterConfig(heads="", top_k=8), info(model), head)
     drafter.seen = []
     settings: Any = {"max_rows": 2, "chunk": chunk, "controller": plain_now_and_then}
     with Engine(Runner(model, pack=False), drafter, **settings) as engine:
@@ -138,9 +138,10 @@ def test_drafting_logits_are_those_of_training(
         assert not engine.has_work and engine.counts.accepted_tokens > 0
     assert {seq for seq, *_ in drafter.seen} == {0, 1, 2}
     assert {len(path) for _, _, path, _ in drafter.seen} == {0, 1, 2}
-    for seq_id, length, path, logits in drafter.seen[:: 1 + len(drafter.seen) // 250]:
+    for seq_id, length, path, logits in drafter.seen[:: 1 + len(drafter.seen) // 200]:
         expected = unrolled(head, model, rows[seq_id].tokens[:length], path)  # type: ignore[union-attr]
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * scale)
 
 
 def test_long_prompts_are_read_as_they_come(run: Any, info: Info) -> None:

@@ -110,10 +110,14 @@ def random_eagle(
     *,
     aux_layers: tuple[int, ...] = (0, 1, 2),
     seed: int = 0,
+    scale: float = 0.3,
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> EagleHead:
-    """A head of another shape than the target's layers, bound to the model, that knows nothing."""
+    """A head of another shape than the target's layers, bound to the model, that knows nothing.
+
+    scale: of its weights; large ones make its laws peaked, and magnify rounding.
+    """
     parts = ModelParts.of(model)
     settings: dict[str, Any] = {
         "version": 3 if version == 3 else 1,
@@ -128,7 +132,7 @@ def random_eagle(
         **config,
     }
     head = EagleHead(EagleConfig(**settings), dtype)
-    randomise(head, seed)
+    randomise(head, seed, scale)
     if head.vocab.reduced:
         head.vocab.set_ids(random_ids(parts.vocab_size, head.vocab.size, seed))
     head.target = parts
