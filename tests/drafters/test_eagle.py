@@ -35,17 +35,15 @@ def drafter_of(model: Any, info: Info, head: EagleHead, **options: Any) -> Eagle
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_random_heads_do_not_change_the_tokens(
-    kind: str, version: int, temperature: float, run: Any, info: Info
-) -> None:
+def test_random_heads_do_not_change_the_tokens(kind: str, temperature: float, run: Any, info: Info) -> None:
     model = tiny_model(kind, vocab_size=24)
     params = SamplingParams(temperature=temperature, max_tokens=12)
     expected = run(model, None, PROMPTS, params)
-    found = run(model, drafter_of(model, info, random_eagle(model, version)), PROMPTS, params)
-    assert found.tokens == expected.tokens
-    assert found.counts.draft_tokens > 0
+    for version in (1, 3):
+        found = run(model, drafter_of(model, info, random_eagle(model, version)), PROMPTS, params)
+        assert found.tokens == expected.tokens
+        assert found.counts.draft_tokens > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
