@@ -1,14 +1,12 @@
-"""Shared by all tests: one torch thread a worker, so that parallel workers do not fight for cores."""
+"""Shared by all tests: tiny models run on one thread; parallel workers would fight for cores otherwise."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _threads() -> None:
-    if os.environ.get("PYTEST_XDIST_WORKER"):
+def _one_thread(request: pytest.FixtureRequest) -> None:
+    if not any(item.get_closest_marker("real") for item in request.session.items):
         torch.set_num_threads(1)

@@ -3,6 +3,8 @@
     session = slipstream.load("qwen2.5-coder-1.5b", drafter="draft_model:model=qwen2.5-coder-0.5b")
     print(session.generate("def fib(n):", slipstream.SamplingParams(max_tokens=64)).text)
 
+    ids = slipstream.generate(model, **tokenizer("def fib(n):", return_tensors="pt"), max_new_tokens=64)
+
 Names are imported when they are first used, so that `import slipstream` stays cheap.
 """
 
@@ -18,14 +20,16 @@ if TYPE_CHECKING:
     from slipstream.core.params import SamplingParams
     from slipstream.engine.session import Completion, Session
     from slipstream.errors import SlipstreamError
+    from slipstream.integrations.generate import generate
 
-__all__ = ["Completion", "SamplingParams", "Session", "SlipstreamError", "__version__", "load"]
+__all__ = ["Completion", "SamplingParams", "Session", "SlipstreamError", "__version__", "generate", "load"]
 
 _HOMES = {
     "Completion": "slipstream.engine.session",
     "SamplingParams": "slipstream.core.params",
     "Session": "slipstream.engine.session",
     "SlipstreamError": "slipstream.errors",
+    "generate": "slipstream.integrations.generate",
     "load": "slipstream.api",
 }
 

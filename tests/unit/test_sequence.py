@@ -154,16 +154,27 @@ def test_cancel_gives_out_what_is_held_and_nothing_after() -> None:
     row = sequence(stop=("abc",))
     assert row.commit([C, A, B], 0).text == "c"
     event = row.cancel()
-    assert (event.text, event.tokens, event.finish_reason) == ("ab", (), "cancelled")
+    assert (event.pieces, event.text, event.tokens) == (("ab",), "ab", ())
+    assert event.finish_reason == "cancelled"
     late = row.commit([A, B], 1, [TokenLogprob(A, 0.0), TokenLogprob(B, 0.0)])
     assert (late.tokens, late.text, late.logprobs, late.finish_reason) == ((), "", (), "cancelled")
     assert row.output == [C, A, B] and row.logprobs == []
 
 
+def test_each_token_has_the_text_that_became_final_with_it() -> None:
+    row = sequence(stop=("abc",))
+    half, rest = NAMES[b"\xe2\x82"], NAMES[b"\xac"]
+    assert row.commit([A, C, half, rest, B], 4).pieces == ("", "ac", "", "€", "b")
+    assert row.commit([A, B], 2).pieces == ("", "")
+    assert row.commit([A, B, C, B], 4).pieces == ("ab", "", "")  # cut at the stop string
+    row = sequence(max_tokens=2)
+    assert row.commit([A, half], 1).pieces == ("a", "\ufffd")
+
+
 def test_without_a_stream_tokens_alone_are_kept() -> None:
     row = Sequence(1, (9,), SamplingParams(max_tokens=2), 0, frozenset({EOS}), 10)
     event = row.commit([A, B, C], 3)
-    assert (event.text, row.text, event.tokens) == ("", "", (A, B))
+    assert (event.text, row.text, event.tokens, event.pieces) == ("", "", (A, B), ("", ""))
 
 
 tokens_ = st.lists(st.integers(0, len(PIECES) - 1), max_size=25)
@@ -189,11 +200,13 @@ def test_blocks_of_any_size_give_what_single_tokens_give(
     grown, at = [], 0
     while at < len(tokens) and not blocks.finished:
         size = data.draw(st.integers(1, len(tokens) - at))
-        grown.append(blocks.commit(tokens[at : at + size], 0, logprobs[at : at + size]).text)
+        event = blocks.commit(tokens[at : at + size], 0, logprobs[at : at + size])
+        assert len(event.pieces) == len(event.tokens)
+        grown.extend(event.pieces)
         at += size
     assert blocks.tokens == single.tokens and blocks.logprobs == single.logprobs
     assert blocks.finish_reason == single.finish_reason
-    assert blocks.text == single.text and "".join(grown) == "".join(pieces)
+    assert blocks.text == single.text and grown == pieces
     if single.finished:
         assert "".join(pieces) == single.text
         if not params["min_tokens"]:

@@ -72,6 +72,16 @@ def test_adding_counts_is_counting_both(
     assert parts[0] == sums
 
 
+def test_drawn_and_branching_drafts_are_told_apart() -> None:
+    counts = DraftCounts()
+    counts.record(3, 3, 2, 3)
+    counts.record(0, 0, 0, 1, sampled=True)  # nothing was drafted
+    assert counts.sampled_drafts == 0 and not counts.branched
+    counts.record(3, 3, 2, 3, sampled=True)
+    counts.record(2, 5, 1, 2)
+    assert counts.sampled_drafts == 1 and counts.branched
+
+
 def test_seconds_subtract() -> None:
     before = Seconds(1.0, 2.0, 3.0, 4.0)
     after = before.copy()

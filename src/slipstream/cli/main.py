@@ -14,14 +14,18 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.doctor import doctor
+from slipstream.cli.drafters import drafters
 from slipstream.cli.models import models
 from slipstream.cli.pull import pull
+from slipstream.cli.run import run
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run,
     "pull": pull,
     "models": models,
+    "drafters": drafters,
     "doctor": doctor,
 }
 

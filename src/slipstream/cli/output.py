@@ -71,8 +71,11 @@ class TerminalProgress:
 
 
 @contextmanager
-def progress() -> Iterator[TerminalProgress]:
-    """Progress on stderr while the body runs. Opens stderr once: libraries are silenced by redirecting it."""
+def progress(transient: bool = False) -> Iterator[TerminalProgress]:
+    """Progress on stderr while the body runs; `transient` bars vanish after it.
+
+    Opens stderr once: libraries are silenced by redirecting it.
+    """
     console = Console(file=sys.stderr, highlight=False)
     if not console.is_terminal:
         yield TerminalProgress(console, None)
@@ -84,7 +87,9 @@ def progress() -> Iterator[TerminalProgress]:
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
     )
-    with Bars(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as bars:
+    with Bars(
+        *columns, console=console, transient=transient, redirect_stdout=False, redirect_stderr=False
+    ) as bars:
         drawn = TerminalProgress(console, bars)
         yield drawn
         drawn.finish()

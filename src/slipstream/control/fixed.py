@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slipstream.control.base import Controller, RowState
 from slipstream.core.draft import Budget
+from slipstream.errors import ParameterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,12 @@ class FixedConfig:
 
     num_speculative_tokens: int = 5
     nodes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 0:
+            raise ParameterError(
+                f"fixed needs num_speculative_tokens of 0 or more, not {self.num_speculative_tokens}"
+            )
 
 
 class Fixed(Controller):

@@ -29,14 +29,23 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one step added to one sequence. drafted[i] tells whether token i was drafted and accepted."""
+    """What one step added to one sequence. drafted[i] tells whether token i was drafted and accepted.
+
+    pieces[i] is the text that became final with token i: its own, after what was held back before it
+    (half a character, the possible beginning of a stop string). A cancellation has no tokens and at most
+    one piece.
+    """
 
     seq_id: int
     tokens: tuple[int, ...]
-    text: str
+    pieces: tuple[str, ...]
     drafted: tuple[bool, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass
@@ -103,6 +112,7 @@ class Sequence:
         end, nothing is kept.
         """
         kept = 0
+        pieces = []
         for token in tokens:
             if self.finished:
                 break
@@ -110,14 +120,15 @@ class Sequence:
             self.drafted.append(kept < num_drafted)
             kept += 1
             self.finish_reason = self._end_at(token)
-        if self.stream and self.finished and self.stream.finish():
-            self.finish_reason = "stop"
+            if self.stream and self.finished and self.stream.finish():
+                self.finish_reason = "stop"
+            pieces.append(self.stream.take() if self.stream else "")
         kept_logprobs = tuple(logprobs[:kept])
         self.logprobs.extend(kept_logprobs)
         return Event(
             self.id,
             tuple(tokens[:kept]),
-            self.stream.take() if self.stream else "",
+            tuple(pieces),
             tuple(i < num_drafted for i in range(kept)),
             kept_logprobs,
             self.finish_reason,
@@ -134,6 +145,8 @@ class Sequence:
     def cancel(self) -> Event:
         """End now, with what there is."""
         self.finish_reason = "cancelled"
+        held = ""
         if self.stream:
             self.stream.finish()
-        return Event(self.id, (), self.stream.take() if self.stream else "", finish_reason="cancelled")
+            held = self.stream.take()
+        return Event(self.id, (), (held,) if held else (), finish_reason="cancelled")

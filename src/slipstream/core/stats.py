@@ -20,15 +20,17 @@ class DraftCounts:
     passes: int = 0  # target passes (verifications), plain steps included
     emitted: int = 0  # tokens made final
     drafts: int = 0  # passes with a draft that was not empty
+    sampled_drafts: int = 0  # of those, drawn from a law q and verified by the ratio test
     draft_tokens: int = 0
     accepted_tokens: int = 0
     drafted_at: list[int] = field(default_factory=list)  # drafts that reached depth i+1
     tested_at: list[int] = field(default_factory=list)  # of those, all before depth i+1 accepted
     accepted_at: list[int] = field(default_factory=list)
 
-    def record(self, depth: int, nodes: int, accepted: int, emitted: int) -> None:
+    def record(self, depth: int, nodes: int, accepted: int, emitted: int, sampled: bool = False) -> None:
         """One verification: draft depth and drafted nodes, accepted drafted tokens, emitted tokens.
 
+        sampled: the draft carried a law q.
         What was accepted but lies behind an end (EOS, stop string, limit) was not emitted and does
         not count, neither as accepted nor as tested.
         """
@@ -36,6 +38,7 @@ class DraftCounts:
         self.passes += 1
         self.emitted += emitted
         self.drafts += nodes > 0
+        self.sampled_drafts += nodes > 0 and sampled
         self.draft_tokens += nodes
         self.accepted_tokens += accepted
         while len(self.drafted_at) < depth:
@@ -50,6 +53,7 @@ class DraftCounts:
         self.passes += other.passes
         self.emitted += other.emitted
         self.drafts += other.drafts
+        self.sampled_drafts += other.sampled_drafts
         self.draft_tokens += other.draft_tokens
         self.accepted_tokens += other.accepted_tokens
         for name in ("drafted_at", "tested_at", "accepted_at"):
@@ -62,6 +66,11 @@ class DraftCounts:
     def tau(self) -> float:
         """Tokens emitted a target pass, the bonus token included; 1 is plain decoding."""
         return self.emitted / self.passes if self.passes else 0.0
+
+    @property
+    def branched(self) -> bool:
+        """Whether any draft was a tree with branches rather than a chain."""
+        return self.draft_tokens > sum(self.drafted_at)
 
     @property
     def acceptance_rate(self) -> float:

@@ -59,7 +59,11 @@ def find_drafter(name: str) -> type[Drafter]:
         return _only_drafter(importlib.import_module(f"slipstream.drafters.{name}"), name)
     for point in entry_points(group=GROUP):
         if point.name == name:
-            return _checked(point.load(), name)
+            try:
+                found = point.load()
+            except Exception as error:  # whatever a stranger's package raises when it is imported
+                raise _broken(name, error) from error
+            return _checked(found, name)
     known = [d["name"] for d in list_drafters()]
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
@@ -82,10 +86,14 @@ def _from_path(name: str) -> type[Drafter]:
     except DrafterError:
         raise
     except Exception as error:  # whatever a stranger's file raises when it is imported
-        raise DrafterError(f"drafter {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise _broken(name, error) from error
     if not hasattr(module, attribute):
         raise DrafterError(f"{module_name!r} has no class {attribute!r}")
     return _checked(getattr(module, attribute), name)
+
+
+def _broken(name: str, error: Exception) -> DrafterError:
+    return DrafterError(f"drafter {name!r} cannot be imported: {type(error).__name__}: {error}")
 
 
 def _only_drafter(module: Any, name: str) -> type[Drafter]:

@@ -28,9 +28,10 @@ from slipstream.model.vocab import shared_vocabulary
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig:
-    """model: id, folder, .gguf file or catalogue name. dtype: as for the target unless given.
+    """model: catalogue name, folder, .gguf file or hub id. num_speculative_tokens: tokens drafted a step.
 
-    min_confidence: stop before a token whose likeliest candidate has less probability than this.
+    sampled: draw the draft instead of taking its likeliest tokens. min_confidence: stop before a token
+    whose likeliest candidate has less probability than this. dtype: auto is the target's.
     """
 
     model: str

@@ -17,7 +17,7 @@ from slipstream.errors import ParameterError
 
 @dataclass(frozen=True, slots=True)
 class NgramConfig:
-    """max_n, min_n: longest and shortest suffix looked for. num_speculative_tokens: tokens copied.
+    """max_n: longest suffix looked for. min_n: shortest one. num_speculative_tokens: tokens copied.
 
     The default of 7 makes, with the root, the 8 rows a step is padded to anyway.
     """

@@ -61,6 +61,8 @@ class Engine:
     ) -> None:
         if max_rows < 1:
             raise ParameterError(f"max_rows must be at least 1, not {max_rows}")
+        if context is not None and context < 2:
+            raise ParameterError(f"context must be at least 2 tokens, not {context}")
         self.runner = runner
         self.vocab_size = min(vocab_size or runner.vocab_size, runner.vocab_size)
         self.eos_ids = frozenset(eos_ids)
@@ -85,11 +87,10 @@ class Engine:
         """
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
-        self.drafter = drafter or self._plain
-        self.controller = build_controller(
-            controller, self.drafter.num_speculative_tokens, self.drafter.draft_nodes
-        )
-        self.runner.tap(self.drafter.needs)
+        drafter = drafter or self._plain
+        built = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
+        self.runner.tap(drafter.needs)
+        self.drafter, self.controller = drafter, built
 
     def add(
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
@@ -132,8 +133,9 @@ class Engine:
         return sequence.id
 
     def cancel(self, seq_id: int) -> None:
-        """End a request; takes effect at the next step's boundary, ids that are gone are ignored."""
-        self._cancelled.add(seq_id)
+        """End a request; takes effect at the next step's boundary, unknown ids are ignored."""
+        if self.find(seq_id) is not None:
+            self._cancelled.add(seq_id)
 
     def find(self, seq_id: int) -> Sequence | None:
         """The live sequence of this id."""
@@ -164,7 +166,7 @@ class Engine:
             budgets = self._plan(rows)
             work = self._propose(rows, budgets)
             output, verdicts, logprobs = self._verify(work)
-            events += self._commit(work, output, verdicts, logprobs)
+            events += self._commit(work, output, verdicts, logprobs, began)
         spent = time.perf_counter() - began
         told = self.seconds - before
         self.seconds.other += spent - told.target - told.prefill - told.drafter
@@ -314,6 +316,7 @@ class Engine:
         output: Output,
         verdicts: list[Verdict],
         chosen_logprobs: list[list[TokenLogprob]],
+        began: float,
     ) -> list[Event]:
         events, outcomes, observations = [], [], []
         for w, span, verdict, rows in zip(work, output.pack.spans, verdicts, chosen_logprobs, strict=True):
@@ -326,7 +329,7 @@ class Engine:
             kept = (0, *verdict.path)[:emitted]
             self.runner.cache.commit(sequence.id, kept)
             for counts in (sequence.counts, self.counts):
-                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted)
+                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, w.draft.q is not None)
             accepted = min(len(path_tokens), emitted)
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
@@ -347,7 +350,7 @@ class Engine:
             )
             events.append(event)
         self._observe(observations)
-        self.controller.record(outcomes, 0.0)
+        self.controller.record(outcomes, time.perf_counter() - began)
         for w in work:
             if w.sequence.finished:
                 self._retire(w.sequence)
@@ -378,12 +381,18 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
-    def close(self) -> None:
-        """Free everything. The model gets its own attention back."""
+    def abandon(self) -> None:
+        """Forget every request, wherever it is."""
         for sequence in list(self._scheduler):
             self._retire(sequence)
-        self.drafter.shutdown()
-        self.runner.close()
+
+    def close(self) -> None:
+        """Free everything. The model gets its own attention back."""
+        try:
+            self.abandon()
+            self.drafter.shutdown()
+        finally:
+            self.runner.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -91,23 +91,22 @@ class Session:
         """
         single = is_single(prompts)
         given: list[Prompt] = [prompts] if single else list(prompts)
+        if not given:
+            raise ParameterError("there is no prompt; give text, token ids, a chat, or a list of them")
         many = self._params(params, len(given))
         encoded = [encode(self.tokenizer, p, **template) for p in given]
         before = self.engine.seconds.copy()
-        ids: list[list[int]] = []
+        groups: list[list[Row]] = []
         try:
             for prompt, one in zip(encoded, many, strict=True):
-                ids.append(self._add(prompt, one))
-            rows = {i: self.engine.find(i) for group in ids for i in group}
+                groups.append(self._add(prompt, one))
             for _ in self.engine.run():
                 pass
         except BaseException:
-            self._abandon([i for group in ids for i in group])
+            self.cancel([row for group in groups for row in group])
             raise
         seconds = self.engine.seconds - before
-        answers = [
-            [self._completion(row, seconds) for i in group if (row := rows[i]) is not None] for group in ids
-        ]
+        answers = [[self.completion(row, seconds) for row in group] for group in groups]
         shaped = [group if one.n > 1 else group[0] for group, one in zip(answers, many, strict=True)]
         return shaped[0] if single else shaped
 
@@ -120,12 +119,23 @@ class Session:
         (one,) = self._params(params, 1)
         if one.n != 1:
             raise ParameterError(f"stream gives one answer, n must be 1, not {one.n}")
-        (seq_id,) = self._add(encode(self.tokenizer, prompt, **template), one)
+        (row,) = self._add(encode(self.tokenizer, prompt, **template), one)
         try:
-            while self.engine.find(seq_id) is not None:
-                yield from (e for e in self.engine.step() if e.seq_id == seq_id)
+            while not row.finished:
+                yield from (e for e in self.engine.step() if e.seq_id == row.id)
         finally:
-            self._abandon([seq_id])
+            self.cancel([row])
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, **template: Any) -> list[Row]:
+        """Queue one prompt and give its n live sequences, for callers that drive `engine.step` themselves."""
+        (one,) = self._params(params, 1)
+        return self._add(encode(self.tokenizer, prompt, **template), one)
+
+    def cancel(self, rows: Sequence[Row]) -> list[Event]:
+        """End these now, with what there is; gives the events of those that were still going."""
+        for row in rows:
+            self.engine.cancel(row.id)
+        return self.engine.apply_cancels()
 
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -138,24 +148,20 @@ class Session:
             )
         return list(params)
 
-    def _add(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    def _add(self, prompt: Sequence[int], params: SamplingParams) -> list[Row]:
         """Queue n sequences; sequence i has seed + i."""
         seed = secrets.randbits(62) if params.seed is None else params.seed
-        first = self.engine.add(prompt, params, seed=seed)
-        if params.n == 1:
-            return [first]
-        row = self.engine.find(first)
-        assert row is not None
-        row.group = first
-        rest = [self.engine.add(prompt, params, seed=seed + i, group=first) for i in range(1, params.n)]
-        return [first, *rest]
+        rows: list[Row] = []
+        for i in range(params.n):
+            group = rows[0].id if rows else None
+            row = self.engine.find(self.engine.add(prompt, params, seed=seed + i, group=group))
+            assert row is not None
+            row.group = row.id if params.n > 1 and not rows else group
+            rows.append(row)
+        return rows
 
-    def _abandon(self, seq_ids: Sequence[int]) -> None:
-        for seq_id in seq_ids:
-            self.engine.cancel(seq_id)
-        self.engine.apply_cancels()
-
-    def _completion(self, row: Row, seconds: Seconds) -> Completion:
+    def completion(self, row: Row, seconds: Seconds) -> Completion:
+        """A finished sequence as an answer."""
         assert row.finish_reason is not None
         return Completion(
             row.text,

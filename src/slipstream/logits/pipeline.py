@@ -61,7 +61,8 @@ class LogitsPipeline:
         if self._reads_history:
             seen = torch.tensor(tokens, dtype=torch.int64, device=scores.device)  # [n]
             if params.repetition_penalty != 1.0:
-                scores = penalties.repetition(scores, seen, params.repetition_penalty)  # [V]
+                known = seen[seen < self.vocab_size]  # a prompt may hold ids of the head's padding
+                scores = penalties.repetition(scores, known, params.repetition_penalty)  # [V]
             if self._counts_output:
                 scores = penalties.presence_frequency(
                     scores, seen[self.prompt_length :], params.presence_penalty, params.frequency_penalty

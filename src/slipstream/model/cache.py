@@ -65,6 +65,7 @@ class SlotCache:
             raise ValueError(f"cannot roll slot {slot} back from {self._slots[slot].length} to {length}")
         self._slots[slot].length = length
 
+    @torch.inference_mode()
     def reserve(self, slot: int, new: int) -> int:
         """Make room for `new` tokens behind the length; gives the width attention will see."""
         entry = self._slots[slot]
@@ -78,6 +79,7 @@ class SlotCache:
             entry.capacity = width
         return width
 
+    @torch.inference_mode()
     def write(
         self, slot: int, layer: int, keys: torch.Tensor, values: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,6 +106,7 @@ class SlotCache:
                     stored[:, entry.length : entry.length + count] = chosen
         entry.length += count
 
+    @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give slot `target` (empty) the first `length` committed tokens of `source`."""
         old, new = self._slots[source], self._slots[target]

@@ -13,6 +13,8 @@ def shared_vocabulary(target: Any, draft: Any, target_size: int, draft_size: int
     Heads are often padded to different sizes (Qwen2.5: 151,665 tokens, 151,936 rows): ids beyond
     the smaller tokenizer are never drafted.
     """
+    if target is None:
+        raise DrafterError("a draft model is compared by vocabulary: pass the target's tokenizer")
     shared = min(len(target), len(draft), target_size, draft_size)
     ours = target.convert_ids_to_tokens(list(range(shared)))
     theirs = draft.convert_ids_to_tokens(list(range(shared)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from slipstream.heads.eagle import EagleConfig, EagleHead
+from slipstream.heads.io import save_eagle, save_medusa
 from slipstream.heads.medusa import MedusaConfig, MedusaHeads
 from slipstream.model.parts import ModelParts
 from slipstream.model.taps import decoder
@@ -164,3 +166,13 @@ def perfect_eagle(model: PreTrainedModel, version: int = 3) -> EagleHead:
         fc.weight.data = _map(stream[:, 0].detach(), table.detach()[greedy_next(model)])
         body["lm_head"].weight.data = model.get_output_embeddings().weight.detach().clone()  # type: ignore[union-attr]
     return head
+
+
+def save_random_heads(model: PreTrainedModel, folder: Path) -> Path:
+    """One folder of random heads of each kind: medusa, medusa_reduced, eagle1, eagle3."""
+    reduced = int(model.config.vocab_size) // 4
+    save_medusa(random_medusa(model), folder / "medusa")
+    save_medusa(random_medusa(model, output="target", draft_vocab_size=reduced), folder / "medusa_reduced")
+    save_eagle(random_eagle(model, 1), folder / "eagle1")
+    save_eagle(random_eagle(model, 3, draft_vocab_size=reduced), folder / "eagle3")
+    return folder

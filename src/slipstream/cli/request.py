@@ -1,0 +1,64 @@
+"""What `slipstream run` was asked for, and the mistakes that show without a model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import ParameterError
+
+COLOURS = ("drafts", "always", "never")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, checked as far as that goes without a model."""
+
+    model: str
+    drafter: str
+    controller: str | None
+    prompt: str | None  # None: a chat
+    piped: bool  # the prompt came from standard input
+    system: str | None
+    template: bool
+    sampling: dict[str, Any]  # the options that were given; the others are the checkpoint's
+    json: bool
+    compare: bool
+    colour: bool
+    load: dict[str, Any]
+    threads: int | None
+
+
+def checked(sampling: dict[str, Any]) -> dict[str, Any]:
+    from slipstream.core.params import SamplingParams
+
+    SamplingParams(**sampling)
+    return sampling
+
+
+def use_colour(wanted: str | None) -> bool:
+    if wanted is not None and wanted not in COLOURS:
+        raise ParameterError(f"--colour must be {', '.join(COLOURS[:-1])} or {COLOURS[-1]}, not {wanted!r}")
+    if wanted in ("always", "never"):
+        return wanted == "always"
+    able = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return able and (wanted == "drafts" or not os.environ.get("NO_COLOR"))
+
+
+def require_chat(*, json_: bool, compare: bool, plain: bool, n: int) -> None:
+    """ParameterError for what makes no sense without a prompt."""
+    if not sys.stdout.isatty():
+        raise ParameterError("no prompt: give one as an argument or on standard input")
+    clash = {"--json": json_, "--compare": compare, "--no-chat-template": plain, "--n": n > 1}
+    for option, given in clash.items():
+        if given:
+            raise ParameterError(f"{option} needs a prompt, a chat cannot have it: give a PROMPT")
+
+
+def read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise ParameterError("standard input is not UTF-8 text: convert it first") from None

@@ -1,0 +1,1 @@
+"""Slipstream behind the interfaces of other libraries."""
