@@ -156,6 +156,6 @@ def _choices(config: MedusaDrafterConfig, num_heads: int) -> Choices:
 def prior_accuracies(num_heads: int) -> list[list[float]]:
     """For heads that were never measured: each rank a third of the one before, each head four fifths.
 
-    Only the shape of the tree depends on it; `slipstream measure` replaces it.
+    Only the shape of the tree depends on it; a measured `accuracies.json` replaces it.
     """
     return [[0.6 * 0.8**head / 3.0**rank for rank in range(_RANKS)] for head in range(num_heads)]
