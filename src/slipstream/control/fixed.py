@@ -25,6 +25,8 @@ class FixedConfig:
             raise ParameterError(
                 f"fixed needs num_speculative_tokens of 0 or more, not {self.num_speculative_tokens}"
             )
+        if self.nodes < 0:
+            raise ParameterError(f"fixed needs nodes of 0 or more, not {self.nodes}")
 
 
 class Fixed(Controller):

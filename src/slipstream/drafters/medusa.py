@@ -145,8 +145,10 @@ def _choices(config: MedusaDrafterConfig, num_heads: int) -> Choices:
         beside = Path(config.heads).expanduser() / ACCURACIES
         if config.accuracies:
             table = read_accuracies(Path(config.accuracies).expanduser())
+        elif config.heads and beside.is_file():
+            table = read_accuracies(beside)
         else:
-            table = read_accuracies(beside) if beside.is_file() else prior_accuracies(num_heads)
+            table = prior_accuracies(num_heads)
         return best_tree(table, config.nodes, num_heads)
     if chosen.depth > num_heads:
         raise ParameterError(f"the tree is {chosen.depth} deep and there are {num_heads} Medusa heads")

@@ -50,7 +50,8 @@ class ModelParts:
         """A frozen LM head for these tokens [n] only."""
         head: Any = self.lm_head
         weight = head.dense() if isinstance(head, PackedLinear) else head.weight.detach()  # [V, H]
-        rows, bias = weight[ids.to(weight.device)], head.bias  # [n, H]
+        ids = ids.to(weight.device)
+        rows, bias = weight[ids], head.bias  # [n, H]
         small = nn.Linear(rows.shape[1], rows.shape[0], bias is not None, device="meta")
         small.weight = nn.Parameter(rows, requires_grad=False)
         if bias is not None:
