@@ -12,15 +12,21 @@ from slipstream.errors import ParameterError
 
 @dataclass(frozen=True, slots=True)
 class FixedConfig:
-    """num_speculative_tokens: drafted tokens a step, 0 is plain decoding."""
+    """num_speculative_tokens: longest drafted path, 0 is plain decoding. nodes: drafted tokens of a tree.
+
+    With nodes 0 there are as many as the path is long.
+    """
 
     num_speculative_tokens: int = 5
+    nodes: int = 0
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 0:
             raise ParameterError(
                 f"fixed needs num_speculative_tokens of 0 or more, not {self.num_speculative_tokens}"
             )
+        if self.nodes < 0:
+            raise ParameterError(f"fixed needs nodes of 0 or more, not {self.nodes}")
 
 
 class Fixed(Controller):
@@ -28,7 +34,8 @@ class Fixed(Controller):
     Config = FixedConfig
 
     def __init__(self, config: FixedConfig) -> None:
-        self._budget = Budget.chain(config.num_speculative_tokens)
+        length = config.num_speculative_tokens
+        self._budget = Budget(length, config.nodes or length)
 
     def plan(self, rows: Sequence[RowState]) -> list[Budget]:
         return [self._budget for _ in rows]

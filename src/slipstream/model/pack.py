@@ -23,7 +23,9 @@ class PackRow:
     """Tokens to compute for one slot, behind its committed length.
 
     parents None: a causal run, token i follows token i-1. Otherwise the tokens are a tree, see
-    `TokenTree`.
+    `TokenTree`, or several trees side by side (more than one -1). A tree may be computed level by
+    level: parents then tells of all its nodes, tokens holds the last ones, and the nodes in front of
+    them are the last of the slot's committed ones.
     """
 
     slot: int
@@ -42,6 +44,7 @@ class Span:
     width: int  # key/value columns shown to attention
     parents: Sequence[int] | None
     depths: Sequence[int]
+    earlier: int = 0  # of the slot's committed tokens, the last ones that are nodes of this tree
 
     @property
     def end(self) -> int:
@@ -53,7 +56,6 @@ class Span:
         With a window w, only positions above its own minus w (its position is length + depth). Rows
         beyond the row's nodes are padding and see what the last node sees.
         """
-        allowed = torch.zeros(self.count, self.width, dtype=torch.bool)
         if self.parents is None:
             columns = torch.arange(self.width)
             positions = self.length + torch.arange(self.count)[:, None]  # [count, 1]
@@ -61,20 +63,23 @@ class Span:
             if window is not None:
                 allowed &= columns > positions - window
         else:
+            allowed = torch.zeros(len(self.parents), self.width, dtype=torch.bool)
+            trunk = self.length - self.earlier
             for node, parent in enumerate(self.parents):
-                position = self.length + self.depths[node]
+                position = trunk + self.depths[node]
                 if parent < 0:
-                    allowed[node, : self.length] = True
+                    allowed[node, :trunk] = True
                 else:
                     allowed[node] = allowed[parent]
-                allowed[node, self.length + node] = True
+                allowed[node, trunk + node] = True
                 if window is not None:
-                    allowed[node, : max(0, min(self.length, position - window + 1))] = False
+                    allowed[node, : max(0, min(trunk, position - window + 1))] = False
                     ancestor = parent
                     while ancestor >= 0:
-                        if position - (self.length + self.depths[ancestor]) >= window:
-                            allowed[node, self.length + ancestor] = False
+                        if position - (trunk + self.depths[ancestor]) >= window:
+                            allowed[node, trunk + ancestor] = False
                         ancestor = self.parents[ancestor]
+            allowed = allowed[self.earlier :]
         # The most negative number, not -inf: a window may hide a whole block of keys, whose maximum
         # would be -inf and whose softmax NaN. Masked keys still get a weight of exactly 0.
         mask = torch.full((rows, self.width), torch.finfo(dtype).min, dtype=dtype)
@@ -97,6 +102,12 @@ class Pack:
         return self.spans[-1].end
 
 
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [n, …] with its first row repeated up to a multiple of `ROWS`; results do not depend on n then."""
+    missing = round_up(len(x), ROWS) - len(x)
+    return torch.cat((x, x[:1].expand(missing, *x.shape[1:]))) if missing else x
+
+
 def tree_depths(parents: Sequence[int]) -> list[int]:
     depths: list[int] = []
     for parent in parents:
@@ -111,12 +122,13 @@ def build_pack(rows: Sequence[tuple[PackRow, int, int]], device: torch.device) -
     spans: list[Span] = []
     for row, length, width in rows:
         count = len(row.tokens)
-        chain = row.parents is None or list(row.parents) == list(range(-1, count - 1))
+        chain = row.parents is None or list(row.parents) == list(range(-1, len(row.parents) - 1))
         parents = None if chain else row.parents
         depths: Sequence[int] = range(count) if parents is None else tree_depths(parents)
-        spans.append(Span(row.slot, len(ids), count, length, width, parents, depths))
+        earlier = len(depths) - count
+        spans.append(Span(row.slot, len(ids), count, length, width, parents, depths, earlier))
         ids.extend(row.tokens)
-        positions.extend(length + d for d in depths)
+        positions.extend(length - earlier + d for d in depths[earlier:])
     padding = round_up(len(ids), ROWS) - len(ids)
     line = torch.tensor([ids + [0] * padding, positions + [0] * padding], device=device)  # [2, T]
     return Pack(line[:1], line[1:], tuple(spans))
