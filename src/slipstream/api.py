@@ -17,6 +17,7 @@ from slipstream.model.load import LoadedModel
 from slipstream.model.load import load as load_model
 from slipstream.model.progress import Progress
 from slipstream.model.runner import Runner
+from slipstream.verify import check_rule
 
 
 def load(
@@ -28,6 +29,8 @@ def load(
     device: str | torch.device = "cpu",
     max_rows: int = 8,
     context: int | None = None,
+    rule: str = "auto",
+    lossy: bool = False,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Session:
@@ -35,8 +38,11 @@ def load(
 
     model: catalogue name, folder, .gguf file, hub id, or a model loaded before (whose weights are then
     packed in place). drafter: `name:key=value,…`, see `slipstream drafters`. max_rows: sequences
-    decoded at once. context: most tokens a sequence, prompt included; None is the model's own.
+    decoded at once. context: most tokens a sequence, prompt included; None is the model's own. rule:
+    "auto", "rejection", "block" (sampled chains: more tokens, the same law) or "typical", which changes the
+    output and therefore needs lossy=True; what it gives is marked `lossy`.
     """
+    check_rule(rule, lossy)  # before anything large is read
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     loaded = load_model(model, dtype=dtype, device=device, **options) if isinstance(model, str) else model
     runner = Runner(loaded.model, pack=True)
@@ -61,6 +67,8 @@ def load(
             controller=controller,
             max_rows=max_rows,
             context=context,
+            rule=rule,
+            lossy=lossy,
         )
     except BaseException:
         runner.close()

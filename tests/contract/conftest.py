@@ -11,6 +11,7 @@ NEEDED = {
     "draft_model": ["draft_model:model={draft}", "draft_model:model={draft},sampled=true"],
     "medusa": ["medusa:heads={heads}/medusa", "medusa:heads={heads}/medusa_reduced,topk=3x2x1"],
     "eagle": ["eagle:heads={heads}/eagle1,top_k=1", "eagle:heads={heads}/eagle3"],
+    "cascade": ["cascade:model={draft}", "cascade:mode=merge,drafters=ngram(branches=2)+recycle"],
 }
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
-from functools import lru_cache
 
 import pytest
 import torch
 
 from slipstream.core.draft import Draft
-from slipstream.core.params import SamplingParams
 from slipstream.core.tree import TokenTree
-from slipstream.logits.pipeline import LogitsPipeline
-from slipstream.logits.warp import warped
 from slipstream.testing.branching import LawAt, Prefix
 from slipstream.testing.exact import (
+    EXACT,
     Choose,
     Propose,
     chain_expectation,
@@ -26,54 +22,18 @@ from slipstream.testing.exact import (
     plain,
     sampled_chain,
     tree_expectation,
+    violations,
 )
-from slipstream.testing.table_lm import TableLM
+from slipstream.testing.laws import WARPS, drafter_law, naive_law, pipeline_law, table
 from slipstream.verify import Rule, TargetView, Verdict, point_mass, rejection
 from slipstream.verify.rejection import residual
 
-EXACT = 1e-12
 PAIRS = 30
-
-WARPS = (
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.6),
-    SamplingParams(temperature=1.7, top_k=2),
-    SamplingParams(temperature=0.9, top_p=0.8),
-    SamplingParams(temperature=1.2, min_p=0.3),
-)
-
-
-def table(vocab: int, seed: int) -> LawAt:
-    return lru_cache(maxsize=None)(TableLM(vocab, seed).law)
-
-
-def pipeline_law(vocab: int, seed: int, params: SamplingParams) -> LawAt:
-    """The target's law as the real pipeline gives it, from logits."""
-    model, pipeline = TableLM(vocab, seed), LogitsPipeline(params, vocab, frozenset(), 1)
-    return lru_cache(maxsize=None)(lambda prefix: pipeline.probs(model.logits(prefix), prefix))
-
-
-def drafter_law(vocab: int, seed: int, params: SamplingParams) -> LawAt:
-    """A draft model's law, warped by the pipeline's code."""
-    model = TableLM(vocab, seed)
-    return lru_cache(maxsize=None)(lambda prefix: warped(model.logits(prefix), params, vocab))
 
 
 def shape(pair: int) -> tuple[int, int]:
     """Vocabulary and chain depth of a random pair."""
     return (4, 2) if pair % 5 == 4 else (3, 2)
-
-
-def violations(
-    target: LawAt, truth: LawAt, propose: Propose, rule: Rule, first_pass: float, n: int
-) -> list[str]:
-    """What is wrong: the law of the output, or the number of tokens a pass yields."""
-    found = emitted(target, propose, rule, n)
-    checks = {
-        "law": distance(found.law, plain(truth, n)) > EXACT,
-        "first pass": abs(found.first_pass - first_pass) > EXACT,
-    }
-    return [name for name, wrong in checks.items() if wrong]
 
 
 # -- point masses -----------------------------------------------------------------------------------
@@ -178,27 +138,6 @@ def rejection_violations(pair: int, rule: Rule, fault: Fault | None = None) -> l
     if fault:
         propose = fault(propose, table(vocab, 1000 + pair))
     return violations(target, truth, propose, rule, chain_expectation(truth, q, depth), n=depth + 2)
-
-
-def naive_law(vocab: int, seed: int, params: SamplingParams) -> LawAt:
-    """The warped law again, from its definition, one token at a time."""
-    model = TableLM(vocab, seed)
-
-    def law(prefix: Prefix) -> torch.Tensor:
-        logits = model.logits(prefix).tolist()
-        weights = {token: math.exp(x / params.temperature) for token, x in enumerate(logits)}
-        if params.top_k:
-            edge = sorted(weights.values(), reverse=True)[params.top_k - 1]
-            weights = {t: w for t, w in weights.items() if w >= edge}
-        wanted = params.top_p * sum(weights.values())
-        values = list(weights.values())
-        weights = {t: w for t, w in weights.items() if sum(v for v in values if v > w) < wanted}
-        best = max(weights.values())
-        weights = {t: w for t, w in weights.items() if w >= params.min_p * best}
-        row = torch.tensor([weights.get(t, 0.0) for t in range(vocab)], dtype=torch.float64)  # [V]
-        return row / row.sum()
-
-    return lru_cache(maxsize=None)(law)
 
 
 @pytest.mark.parametrize("pair", range(PAIRS))

@@ -31,6 +31,11 @@ CHATS = [[{"role": "user", "content": p["prompt"]}] for p in PROMPTS]
 GREEDY = SamplingParams(max_tokens=128)
 
 
+def only_bfloat16(session: Session) -> None:
+    if session.info.dtype != "bfloat16":
+        pytest.skip("shown in bfloat16, where rounding is coarsest; float32 takes twice as long")
+
+
 @dataclass
 class Run:
     tokens: list[tuple[int, ...]]
@@ -118,6 +123,7 @@ def test_speculative_tokens_and_bits_equal_plain(
 def test_a_row_alone_has_the_bits_it_has_in_a_batch(
     session: Session, drafters: dict[str, Drafter], plain: Run
 ) -> None:
+    only_bfloat16(session)
     for i in (0, 9, 22, 35):
         alone = run(session, drafters["none"], [CHATS[i]], GREEDY.with_(max_tokens=48))
         assert alone.tokens[0] == plain.tokens[i][:48]
@@ -127,6 +133,7 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch(
 def test_same_seed_gives_the_same_tokens_at_any_temperature(
     session: Session, drafters: dict[str, Drafter]
 ) -> None:
+    only_bfloat16(session)
     for temperature in (0.7, 1.5):
         params = SamplingParams(max_tokens=32, temperature=temperature, top_p=0.95, top_k=50, seed=11)
         chats = CHATS[::5]

@@ -27,6 +27,9 @@ def streams() -> dict[str, list[float]]:
         "residual": [uniform(1, i, Purpose.RESIDUAL) for i in base],
         "draft": [uniform(1, i, Purpose.DRAFT) for i in base],
         "next index": [uniform(1, i, Purpose.TOKEN, 1) for i in base],
+        "draft of a pass": [uniform(1, i, Purpose.DRAFT, origin=4) for i in base],
+        "draft of the next pass": [uniform(1, i, Purpose.DRAFT, origin=5) for i in base],
+        "passes": [uniform(1, COUNT, Purpose.ACCEPT, origin=i) for i in base],
         "seeds": [uniform(i, 5, Purpose.TOKEN) for i in base],
         "indices": [uniform(1, 5, Purpose.TOKEN, i) for i in base],
         "token 0": _uniform_of(gumbel(torch.tensor([0]), i, 3, Purpose.TOKEN) for i in base),
@@ -82,6 +85,8 @@ def test_streams_are_independent_in_pairs(table: dict[str, torch.Tensor]) -> Non
         ("token 0", "token 1"),
         ("tokens", "tokens of a draft"),
         ("positions", "draft"),
+        ("draft", "draft of a pass"),
+        ("draft of a pass", "draft of the next pass"),
     ):
         cell = (table[one] * side).long() * side + (table[other] * side).long()
         counts = torch.bincount(cell, minlength=side * side).double()

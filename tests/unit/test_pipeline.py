@@ -344,4 +344,4 @@ def test_logprobs_are_those_of_the_raw_law() -> None:
 @given(st.integers(0, 2**32), st.integers(0, 1000))
 def test_draw_never_leaves_the_support(seed: int, position: int) -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 1e-300, 0.5 - 1e-16, 0.0], dtype=torch.float64)
-    assert float(probs[Law.from_probs(probs).draw(seed, position, Purpose.RESIDUAL)]) > 0.0
+    assert float(probs[Law.from_probs(probs).draw(seed, position, Purpose.RESIDUAL, origin=0)]) > 0.0

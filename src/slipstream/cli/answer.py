@@ -6,6 +6,8 @@ import io
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from itertools import groupby
 from typing import Any, TextIO
 
@@ -99,6 +101,9 @@ class Summary:
             where = " (green above)" if green else ""
             self.line("drafted", f"{counts.accepted_tokens} of {outcome.num_tokens} tokens{where}")
             self.line("accepted", f"{counts.accepted_tokens} of {counts.draft_tokens} drafted tokens")
+            if len(counts.sources) > 1:
+                parts = (f"{k} {c.accepted_tokens} of {c.draft_tokens}" for k, c in counts.sources.items())
+                self.line("by part", ", ".join(parts))
             self.line("at position", f"{_percent(counts.acceptance_per_position)} of drafts accepted")
         else:
             self.line("drafted", "nothing: every token came from plain decoding")
@@ -144,7 +149,6 @@ def _percent(rates: Sequence[float]) -> str:
 def as_json(outcome: Outcome, comparison: Comparison | None, **facts: Any) -> dict[str, Any]:
     """Everything of one run. Keys of one answer are those of the first; `completions` has all of several."""
     import torch
-    import transformers
 
     seconds = outcome.seconds
     report: dict[str, Any] = {
@@ -164,7 +168,7 @@ def as_json(outcome: Outcome, comparison: Comparison | None, **facts: Any) -> di
         "versions": {
             "slipstream": __version__,
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
             "python": platform.python_version(),
         },
     }
@@ -195,4 +199,5 @@ def _answer(completion: Completion) -> dict[str, Any]:
         "target_passes": counts.passes,
         "drafted_tokens": counts.draft_tokens,
         "accepted_tokens": counts.accepted_tokens,
+        "sources": {name: asdict(part) for name, part in counts.sources.items()},
     }

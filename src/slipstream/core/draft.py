@@ -59,8 +59,12 @@ class Draft:
 
     q: None for point masses. Otherwise q[i] is the row [V] that node i's children were drawn from,
     after the drafter's own warps, in the target's vocabulary, float32 or float64; None for a node
-    without children. scores: optional confidence per node. source: which part of a composed drafter
-    made it, for the counters.
+    without children. Several children of a node with q were drawn in their order, from q without
+    replacement (`logits.law.draw_siblings`), or each from q itself if `tree.allow_duplicates`. All that
+    were drawn are there: a sampled node must not be left out for its token or its score.
+
+    scores: optional confidence per node. source: which part of a composed drafter made it, for the
+    counters.
     """
 
     tree: TokenTree
@@ -118,6 +122,11 @@ class DraftRequest:
     def root(self) -> int:
         return self.tokens[-1]
 
+    @property
+    def origin(self) -> int:
+        """The root's absolute position, which keys all noise of this pass but the target's own."""
+        return len(self.tokens) - 1
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -142,13 +151,15 @@ class Drafter(ABC):
     """Proposes drafts for many rows at once. Only `propose` must be written.
 
     `name` is what people type after --drafter. A drafter keeps per-row memory under `seq_id`, from
-    `open` to `close`. It must not depend on the order or the company of the rows in a batch.
+    `open` to `close`. It must not depend on the order or the company of the rows in a batch, except
+    through what it has learned from them, if it `learns`.
     """
 
     name: str = ""
     needs: Needs = Needs()
     num_speculative_tokens: int = 0  # draft length unless a controller decides otherwise
     draft_nodes: int = 0  # drafted tokens of a whole tree, likewise; 0: a chain, as many as it is long
+    learns: bool = False  # keeps something of each request for later ones: drafts get better, outputs stay
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:  # noqa: B027
         """A row was admitted."""

@@ -33,7 +33,7 @@ class Event:
 
     pieces[i] is the text that became final with token i: its own, after what was held back before it
     (half a character, the possible beginning of a stop string). A cancellation has no tokens and at most
-    one piece.
+    one piece. lossy: the rule it came by does not keep the target's law.
     """
 
     seq_id: int
@@ -42,6 +42,7 @@ class Event:
     drafted: tuple[bool, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
+    lossy: bool = False
 
     @property
     def text(self) -> str:
@@ -64,6 +65,7 @@ class Sequence:
     room: int
     stream: TextStream | None = None
     group: int | None = None
+    lossy: bool = False  # decoded by a rule that does not keep the target's law
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -132,6 +134,7 @@ class Sequence:
             tuple(i < num_drafted for i in range(kept)),
             kept_logprobs,
             self.finish_reason,
+            self.lossy,
         )
 
     def _end_at(self, token: int) -> FinishReason | None:
@@ -149,4 +152,4 @@ class Sequence:
         if self.stream:
             self.stream.finish()
             held = self.stream.take()
-        return Event(self.id, (), (held,) if held else (), finish_reason="cancelled")
+        return Event(self.id, (), (held,) if held else (), finish_reason="cancelled", lossy=self.lossy)

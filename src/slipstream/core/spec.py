@@ -1,6 +1,7 @@
 """`name:key=value,…`: how drafters and controllers are named and configured, everywhere.
 
-The fields of a config dataclass are the options; their types say how a value is read.
+The fields of a config dataclass are the options; their types say how a value is read. Where a value names
+others with options of their own, these stand in parentheses: `cascade:drafters=suffix+ngram(max_n=3)`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ C = TypeVar("C")
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Split into the name and its options. Values may hold '=' and ':' but no comma.
+    """Split into the name and its options. Values may hold '=' and ':', and commas within parentheses.
 
     A path to a file (`./mine.py:Mine:key=value`) keeps its first colon.
     """
@@ -30,7 +31,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
     if not name:
         raise ParameterError(f"{spec!r} names nothing; write NAME or NAME:key=value,key=value")
     values: dict[str, str] = {}
-    for item in filter(None, (o.strip() for o in options.split(","))):
+    for item in filter(None, (o.strip() for o in _split(options, ","))):
         key, equals, value = item.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key:
@@ -39,6 +40,34 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
             raise ParameterError(f"option {key!r} of {name!r} is given twice")
         values[key] = value.strip()
     return name, values
+
+
+def parse_specs(text: str) -> list[str]:
+    """The specs in `one+two(key=value,…)`, each written `two:key=value,…` as `parse_spec` reads it."""
+    specs = []
+    for item in (part.strip() for part in _split(text, "+")):
+        name, opened, options = item.partition("(")
+        if opened and not options.endswith(")"):
+            raise ParameterError(f"{item!r} must be written NAME or NAME(key=value,key=value)")
+        if not name:
+            raise ParameterError(f"{text!r} has an empty part; write ONE+TWO(key=value)")
+        specs.append(f"{name}:{options[:-1]}" if options[:-1] else name)
+    return specs
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Parts between separators that are in no parentheses."""
+    parts, depth, begin = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            break
+        if character == separator and not depth:
+            parts.append(text[begin:i])
+            begin = i + 1
+    if depth:
+        raise ParameterError(f"the parentheses of {text!r} do not match")
+    return [*parts, text[begin:]]
 
 
 def make_config(config: type[C], owner: str, values: dict[str, Any]) -> C:

@@ -14,6 +14,15 @@ from dataclasses import dataclass, field
 
 
 @dataclass
+class SourceCounts:
+    """Counts of the drafts that one part of a composed drafter made."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass
 class DraftCounts:
     """Counts of one sequence, or summed over many. Only emitted tokens count."""
 
@@ -26,11 +35,14 @@ class DraftCounts:
     drafted_at: list[int] = field(default_factory=list)  # drafts that reached depth i+1
     tested_at: list[int] = field(default_factory=list)  # of those, all before depth i+1 accepted
     accepted_at: list[int] = field(default_factory=list)
+    sources: dict[str, SourceCounts] = field(default_factory=dict)  # by `Draft.source`
 
-    def record(self, depth: int, nodes: int, accepted: int, emitted: int, sampled: bool = False) -> None:
+    def record(
+        self, depth: int, nodes: int, accepted: int, emitted: int, sampled: bool = False, source: str = ""
+    ) -> None:
         """One verification: draft depth and drafted nodes, accepted drafted tokens, emitted tokens.
 
-        sampled: the draft carried a law q.
+        sampled: the draft carried a law q. source: which drafter, or part of one, made it.
         What was accepted but lies behind an end (EOS, stop string, limit) was not emitted and does
         not count, neither as accepted nor as tested.
         """
@@ -48,6 +60,14 @@ class DraftCounts:
             self.drafted_at[i] += 1
             self.tested_at[i] += accepted >= i and emitted > i
             self.accepted_at[i] += accepted > i
+        if nodes > 0 and source:
+            self._add_source(source, SourceCounts(1, nodes, accepted))
+
+    def _add_source(self, source: str, more: SourceCounts) -> None:
+        counts = self.sources.setdefault(source, SourceCounts())
+        counts.drafts += more.drafts
+        counts.draft_tokens += more.draft_tokens
+        counts.accepted_tokens += more.accepted_tokens
 
     def add(self, other: DraftCounts) -> None:
         self.passes += other.passes
@@ -61,6 +81,8 @@ class DraftCounts:
             mine.extend([0] * (len(theirs) - len(mine)))
             for i, value in enumerate(theirs):
                 mine[i] += value
+        for source, counts in other.sources.items():
+            self._add_source(source, counts)
 
     @property
     def tau(self) -> float:

@@ -152,7 +152,7 @@ class ModelDrafter(Drafter):
                 continue
             law = warped_law(logits[i], request.params, self._vocab)
             position = len(request.tokens) + len(row.drafted)
-            row.drafted.append(law.draw(request.seed, position, Purpose.DRAFT))
+            row.drafted.append(law.draw(request.seed, position, Purpose.DRAFT, origin=request.origin))
             row.laws.append(law.dense(self._target_vocab))  # [V] float64
 
     def _samples(self, request: DraftRequest) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slipstream.control import Controller, RowOutcome, RowState, build_controller
@@ -27,7 +28,7 @@ from slipstream.errors import CapacityError, DrafterError, ParameterError
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Output, Runner
-from slipstream.verify import Verdict, build_views, choose_rule
+from slipstream.verify import Verdict, build_views, check_rule, choose_rule
 from slipstream.verify.view import ViewRow
 
 
@@ -43,7 +44,8 @@ class Engine:
     """Decodes many sequences at once with one drafter.
 
     vocab_size: ids that may be emitted (a head's padding is beyond it). decode turns token ids into
-    text; without it there is no text and no stop string. All methods are for one thread.
+    text; without it there is no text and no stop string. rule: see `verify.choose_rule`; one that changes
+    the output needs lossy=True, and `Engine.lossy` and every event say so. All methods are for one thread.
     """
 
     def __init__(
@@ -58,7 +60,11 @@ class Engine:
         max_rows: int = 8,
         context: int | None = None,
         chunk: int = CHUNK,
+        rule: str = "auto",
+        lossy: bool = False,
     ) -> None:
+        self.lossy = check_rule(rule, lossy)
+        self._rule = partial(choose_rule, rule=rule, lossy=lossy)
         if max_rows < 1:
             raise ParameterError(f"max_rows must be at least 1, not {max_rows}")
         if context is not None and context < 2:
@@ -126,6 +132,7 @@ class Engine:
             room=room,
             stream=TextStream(self._decode, params.stop) if self._decode else None,
             group=group,
+            lossy=self.lossy,
         )
         self._next_id += 1
         self._pipelines[sequence.id] = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt))
@@ -167,9 +174,8 @@ class Engine:
             work = self._propose(rows, budgets)
             output, verdicts, logprobs = self._verify(work)
             events += self._commit(work, output, verdicts, logprobs, began)
-        spent = time.perf_counter() - began
         told = self.seconds - before
-        self.seconds.other += spent - told.target - told.prefill - told.drafter
+        self.seconds.other += time.perf_counter() - began - told.target - told.prefill - told.drafter
         return events
 
     def apply_cancels(self) -> list[Event]:
@@ -281,20 +287,10 @@ class Engine:
         assert output.logits is not None
         self.seconds.target += time.perf_counter() - clock
         spans = output.pack.spans
-        views = build_views(
-            [
-                ViewRow(
-                    self._pipelines[w.sequence.id],
-                    w.sequence.tokens,
-                    w.draft.tree,
-                    w.sequence.seed,
-                    span.start,
-                )
-                for w, span in zip(work, spans, strict=True)
-            ],
-            output.logits,
-        )
-        verdicts = [choose_rule(w.draft)(w.draft, view) for w, view in zip(work, views, strict=True)]
+        rows_of = [(w.sequence, w.draft.tree, span.start) for w, span in zip(work, spans, strict=True)]
+        seen = [ViewRow(self._pipelines[s.id], s.tokens, tree, s.seed, start) for s, tree, start in rows_of]
+        views = build_views(seen, output.logits)
+        verdicts = [self._rule(w.draft)(w.draft, view) for w, view in zip(work, views, strict=True)]
         chosen_logprobs = []
         for w, span, verdict in zip(work, spans, verdicts, strict=True):
             rows: list[TokenLogprob] = []
@@ -328,8 +324,9 @@ class Engine:
             # The last emitted token is the new root, so it stays out of the cache.
             kept = (0, *verdict.path)[:emitted]
             self.runner.cache.commit(sequence.id, kept)
+            sampled, source = w.draft.q is not None, w.draft.source
             for counts in (sequence.counts, self.counts):
-                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, w.draft.q is not None)
+                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, sampled, source)
             accepted = min(len(path_tokens), emitted)
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
@@ -373,8 +370,7 @@ class Engine:
             if other is None:
                 self._read_groups.pop(sequence.group)
             else:
-                # its cache holds the same prompt in front of its own tokens
-                self._read_groups[sequence.group] = other
+                self._read_groups[sequence.group] = other  # its cache begins with the same prompt
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left."""

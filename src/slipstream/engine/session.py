@@ -29,6 +29,7 @@ class Completion:
 
     tokens holds the end token, text does not. drafted[i] tells whether token i was drafted and
     accepted. counts are the raw draft counters of this answer; seconds are those of the whole call.
+    lossy: decoded by a rule that does not keep the target's law.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Completion:
     counts: DraftCounts
     seed: int
     seconds: Seconds = field(default_factory=Seconds)
+    lossy: bool = False
 
     @property
     def tau(self) -> float:
@@ -173,6 +175,7 @@ class Session:
             row.counts,
             row.seed,
             replace(seconds),
+            row.lossy,
         )
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

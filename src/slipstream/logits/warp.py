@@ -127,7 +127,8 @@ def fit(row: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def warped_law(row: torch.Tensor, params: SamplingParams, vocab_size: int) -> Law:
     """A drafter's law from its own logits [any width]: the request's warps, no penalties.
 
-    Draw the drafted token from it with `Law.draw(..., Purpose.DRAFT)` and give `dense` as q.
+    Draw the drafted token from it with `Law.draw(..., Purpose.DRAFT, origin=request.origin)` and give
+    `dense` as q, or several siblings and their q with `draw_siblings`.
     """
     return law_of(fit(row, vocab_size), params)
 

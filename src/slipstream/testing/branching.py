@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 from slipstream.core.tree import TokenTree
-from slipstream.verify import Verdict
 
 Prefix = tuple[int, ...]
 LawAt = Callable[[Prefix], torch.Tensor]  # prefix -> float64 [V]
+T = TypeVar("T")
 
 GRID = 64  # coarse, so that a wrong comparison is far outside rounding
 
@@ -42,7 +43,7 @@ class Branches:
         self._depth += 1
         return self._taken[self._depth - 1]
 
-    def walk(self, run: Callable[[], Verdict]) -> Iterator[tuple[float, Verdict]]:
+    def walk(self, run: Callable[[], T]) -> Iterator[tuple[float, T]]:
         """Every outcome of `run` with its probability."""
         while True:
             self._depth = 0

@@ -18,13 +18,8 @@ def rejection(draft: Draft, view: TargetView) -> Verdict:
     node, path = 0, list[int]()
     while children := draft.tree.children(node):
         child = children[0]
-        p, q = view.probs(node), _drafted_law(draft, node)  # [V], [V]
-        p = p.to(q.device)
-        if p.shape != q.shape:
-            raise DrafterError(f"the drafter's q has {len(q)} tokens, the target {len(p)}: pad or cut it")
-        drafted = draft.tree.tokens[child]
-        if drafted >= len(q):
-            raise DrafterError(f"the drafter drew token {drafted}, but ids end at {len(q) - 1}")
+        p, q = laws(draft, view, node)  # [V], [V]
+        drafted = drafted_token(draft, child, q)
         # No division, and strict: u = 0 must not accept a token that the target forbids.
         if not view.uniform(node) * float(q[drafted]) < float(p[drafted]):
             return Verdict(tuple(path), view.draw(node, residual(p, q)))
@@ -43,13 +38,28 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return rest / mass if mass > 0.0 else p  # [V]
 
 
-def _drafted_law(draft: Draft, node: int) -> torch.Tensor:
-    """q at a node in float64 [V], normalised: a float32 row sums to 1 only up to its rounding."""
+def laws(draft: Draft, view: TargetView, node: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """p and q at a node with children, float64 [V] on q's device, each summing to 1.
+
+    q is normalised: a float32 row sums to 1 only up to its rounding. Raises DrafterError for a q row
+    that is not a law over the target's vocabulary.
+    """
     row = None if draft.q is None else draft.q[node]
     if row is None or row.dim() != 1:
-        raise DrafterError("rejection needs one q row [V] for every drafted token")
+        raise DrafterError("a sampled draft needs one q row [V] for every node with children")
     q = row.double()  # [V]
     mass = float(q.sum())
     if not 0.0 < mass < float("inf") or float(q.amin()) < 0.0:
         raise DrafterError(f"the drafter's q row is not a law: it sums to {mass}")
-    return q / mass  # [V]
+    p = view.probs(node).to(q.device)  # [V]
+    if p.shape != q.shape:
+        raise DrafterError(f"the drafter's q has {len(q)} tokens, the target {len(p)}: pad or cut it")
+    return p, q / mass
+
+
+def drafted_token(draft: Draft, node: int, q: torch.Tensor) -> int:
+    """The token of a drafted node; raises DrafterError if q [V] cannot have given it."""
+    token = draft.tree.tokens[node]
+    if token >= len(q):
+        raise DrafterError(f"the drafter drew token {token}, but ids end at {len(q) - 1}")
+    return token

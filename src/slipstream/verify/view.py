@@ -2,7 +2,8 @@
 
 A view is lazy: only the nodes a rule visits are processed, with the tokens on the way to them as the
 prefix. All randomness is keyed by the absolute position of the token that is drawn, so asking twice,
-or in another order, gives the same answer.
+or in another order, gives the same answer. All but the target's own draws is keyed by the position of the
+root too, so no pass meets a uniform that an earlier one has looked at (`core.noise` says why that matters).
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class TargetView(Protocol):
         """The target's law there, float64 [V], summing to 1."""
 
     def uniform(self, node: int, index: int = 0) -> float:
-        """A number of [0, 1), independent of the draws; `index` separates several at one node."""
+        """A number of [0, 1), independent of the draws; `index` separates several at one node.
+
+        Fresh in every pass: a rule may look at any node's, also behind the end of what it accepts.
+        """
 
     def draw(self, node: int, law: torch.Tensor) -> int:
         """A draw from another law [V] there, which sums to 1; independent of `token` and `uniform`."""
@@ -65,6 +69,7 @@ class LogitsView:
         self._tokens = tokens
         self._tree = tree
         self._seed = seed
+        self._origin = len(tokens) - 1
         self._greedy = greedy
         self._laws: dict[int, Law] = {}
         self._drawn: dict[int, int] = {}
@@ -81,10 +86,12 @@ class LogitsView:
         return self._law(node).dense(self._pipeline.vocab_size)  # [V]
 
     def uniform(self, node: int, index: int = 0) -> float:
-        return uniform(self._seed, self._position(node), Purpose.ACCEPT, index)
+        return uniform(self._seed, self._position(node), Purpose.ACCEPT, index, origin=self._origin)
 
     def draw(self, node: int, law: torch.Tensor) -> int:
-        return Law.from_probs(law).draw(self._seed, self._position(node), Purpose.RESIDUAL)
+        return Law.from_probs(law).draw(
+            self._seed, self._position(node), Purpose.RESIDUAL, origin=self._origin
+        )
 
     def _position(self, node: int) -> int:
         return len(self._tokens) + self._tree.depths[node]

@@ -1,0 +1,1 @@
+"""Measurements that say whether speculation pays here, and how to set it."""
