@@ -215,10 +215,13 @@ def test_heads_and_trees_by_path(tmp_path: Path, run: Any, info: Info) -> None:
     (tmp_path / "tree.json").write_text("[[0], [0, 0], [1], [0, 0, 1], [30]]")
     for version in (1, 3):
         save_eagle(random_eagle(model, version), tmp_path / f"v{version}")
-        for options in ("", ",top_k=1", f",choices={tmp_path / 'tree.json'}", ",min_confidence=0.2"):
+        for options in (f",choices={tmp_path / 'tree.json'}", ",min_confidence=0.2"):
             built = build_drafter(f"eagle:heads={tmp_path / f'v{version}'}{options}", info(model))
             assert run(model, built, PROMPTS, params).tokens == expected.tokens
     assert built.num_speculative_tokens == 5 and built.draft_nodes == 15
+    cascade = build_drafter(f"cascade:drafters=ngram+eagle(heads={tmp_path / 'v3'})", info(model))
+    assert (cascade.num_speculative_tokens, cascade.draft_nodes) == (7, 15)
+    assert run(model, cascade, PROMPTS, params).tokens == expected.tokens
     with pytest.raises(ParameterError, match="top_k"):
         EagleDrafterConfig("x", top_k=0)
 
