@@ -117,7 +117,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console(stderr=True)
-    prompts = [json.loads(line) for line in args.prompts.open(encoding="utf-8")]
+    prompts = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").strip().split("\n")]
 
     session = slipstream.load(TARGET, dtype="bfloat16")
     settings = our_settings(session)
