@@ -30,7 +30,7 @@ def audit(runner: Runner, twin: Any, seq_id: int, tokens: list[int]) -> None:
     """The slot holds exactly `tokens`: as many, and such that what comes next is computed alike."""
     assert runner.cache.length(seq_id) == len(tokens)
     probe, copy = [7, 11], -5
-    runner.cache.open(copy)  # not in the slot itself: what a draft left behind its length may be kept later
+    runner.cache.open(copy)  # not in the slot itself: drafted tokens behind its length may be kept later
     runner.cache.copy_prefix(seq_id, copy, len(tokens))
     got = runner.forward([PackRow(copy, probe)]).logits
     runner.cache.close(copy)

@@ -1,12 +1,12 @@
 """Drafting with a model level by level: a chain or a tree a row, all rows and all nodes of a level in one
 forward.
 
-A computed node stays uncommitted behind its slot's length (`PackRow.behind`), so its keys are computed
-once. Of the children of a level the `width` with the best cumulative log-probability are computed
-further; in the end the best `nodes` of *all* children that were ever seen are submitted, which maximises
-the expected number of accepted tokens under the draft's law (EAGLE-2, 2406.16858). That is exact because
-the tokens are point masses chosen without the target's noise. The greedy path is always computed and
-always submitted, so a tree never accepts less than the chain.
+A computed node stays in its slot while the levels below it are computed; in the end the slot is rolled back
+and the nodes lie behind its length. Of the children of a level the `width` with the best cumulative
+log-probability are computed further; of *all* children that were ever seen the best `nodes` are submitted,
+which maximises the expected number of accepted tokens under the draft's law (EAGLE-2, 2406.16858). That is
+exact because the tokens are point masses chosen without the target's noise. The greedy path is always
+computed and always submitted, so a tree never accepts less than the chain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Beam:
     """One row being drafted. Candidates are numbered as they appear, so parents come before children.
 
     read: the tokens to compute first, the root last. depth, nodes, width: limits, in drafted tokens.
-    behind[c]: the column whose child column c is. columns[i]: where candidate i lies behind the length,
+    computed: the parents, by column, of all nodes computed, in order. columns[i]: the column of candidate i,
     None if it was not computed. scores[i]: log-probability of the path that ends in i.
     """
 
@@ -43,7 +43,7 @@ class Beam:
     nodes: int
     width: int = 1
     stop_below: float = 0.0
-    behind: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
     root_column: int = -1
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -73,15 +73,14 @@ class Beam:
         if not new or self._levels == self.depth:
             return None
         kept = self._best(new, self.width)
-        known = tuple(self.behind)
         for candidate in kept:
             parent = self.parents[candidate]
             column = self.root_column if parent == ROOT else self.columns[parent]
             assert column is not None
-            self.columns[candidate] = len(self.behind)
-            self.behind.append(column)
+            self.columns[candidate] = len(self.computed)
+            self.computed.append(column)
         self.frontier = kept
-        return PackRow(self.slot, [self.tokens[c] for c in kept], self.behind[len(known) :], known)
+        return PackRow(self.slot, [self.tokens[c] for c in kept], tuple(self.computed))
 
     @property
     def _levels(self) -> int:
@@ -135,30 +134,37 @@ def grow(
 ) -> None:
     """Fill the beams. vocab: ids that may be drafted. banned: of these, which may not, bool [vocab].
 
-    after_reading: called once for each row when its `read` tokens are computed, to commit them; without it
-    they stay uncommitted, in front of the drafted ones. draw: how the tokens of a row are sampled, None
-    for greedy ones.
+    after_reading: called once for each row when its `read` tokens are in the slot, which then keeps them;
+    without it the slot is left with the length it had. draw: how the tokens of a row are sampled, None for
+    greedy ones.
     """
-    if after_reading is None:
-        for beam in beams:
-            beam.behind = list(range(-1, len(beam.read) - 1))
-            beam.root_column = len(beam.read) - 1
+    cache = runner.cache
     active = [(beam, PackRow(beam.slot, beam.read)) for beam in beams if beam.depth > 0]
+    lengths = {beam.slot: cache.length(beam.slot) for beam, _ in active}
     asked, first = "last", True
-    while active:
-        output = runner.forward([row for _, row in active], logits=asked, taps=False)
-        assert output.logits is not None
-        if first and after_reading is not None:
-            for beam, _ in active:
-                after_reading(beam)
-        seen = [len(beam.tokens) for beam, _ in active]
-        logits = output.logits[:, :vocab]  # [nodes, vocab]
-        if banned is not None:
-            logits = logits.masked_fill(banned, float("-inf"))
-        _expand([beam for beam, _ in active], logits, draw)
-        following = ((beam, beam.next_level(n)) for (beam, _), n in zip(active, seen, strict=True))
-        active = [(beam, row) for beam, row in following if row is not None]
-        asked, first = "all", False
+    try:
+        while active:
+            output = runner.forward([row for _, row in active], logits=asked, taps=False)
+            assert output.logits is not None
+            for beam, row in active:
+                cache.commit(beam.slot, range(len(row.tokens)))
+                if first and after_reading is not None:
+                    lengths[beam.slot] += len(row.tokens)
+                    after_reading(beam)
+                elif first:
+                    beam.computed = list(range(-1, len(row.tokens) - 1))
+                    beam.root_column = len(row.tokens) - 1
+            seen = [len(beam.tokens) for beam, _ in active]
+            logits = output.logits[:, :vocab]  # [nodes, vocab]
+            if banned is not None:
+                logits = logits.masked_fill(banned, float("-inf"))
+            _expand([beam for beam, _ in active], logits, draw)
+            following = ((beam, beam.next_level(n)) for (beam, _), n in zip(active, seen, strict=True))
+            active = [(beam, row) for beam, row in following if row is not None]
+            asked, first = "all", False
+    finally:
+        for slot, length in lengths.items():
+            cache.rollback(slot, length)
 
 
 def _expand(beams: Sequence[Beam], logits: torch.Tensor, draw: Callable[[Beam], Draw | None]) -> None:

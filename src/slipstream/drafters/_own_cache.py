@@ -1,8 +1,8 @@
 """The cache of a model that drafts with a vocabulary and a cache of its own.
 
 Its length is the only state: before drafting a row it rolls back to where cached and committed tokens part
-and reads what is missing. Drafted tokens that were accepted are there already, uncommitted behind the
-length, so nobody else may compute in these slots between two drafts.
+and reads what is missing. Drafted tokens that were accepted are there already, behind the length, so nobody
+else may compute in these slots between two drafts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class OwnCache:
             del row.cached[same:]
         elif beam is not None:
             accepted = beam.computed_path(tokens[same:-1])
-            self._commit(slot, accepted, tokens[same : same + len(accepted)])
+            cache.commit(slot, accepted)
+            row.cached.extend(tokens[same : same + len(accepted)])
             same += len(accepted)
         missing = list(tokens[same:])
         ready = (len(missing) - 1) // CHUNK * CHUNK
@@ -56,13 +57,10 @@ class OwnCache:
         return missing[ready:]
 
     def after_reading(self, beam: Beam) -> None:
-        """Commit what `catch_up` gave; what the beam drafts from here on is remembered."""
-        self._commit(beam.slot, range(len(beam.read)), beam.read)
-        self._rows[beam.slot].beam = beam
-
-    def _commit(self, slot: int, keep: Sequence[int], tokens: Sequence[int]) -> None:
-        self.runner.cache.commit(slot, keep)
-        self._rows[slot].cached.extend(tokens)
+        """What `catch_up` gave is in the slot; what the beam drafts from here on is remembered."""
+        row = self._rows[beam.slot]
+        row.cached.extend(beam.read)
+        row.beam = beam
 
     def close(self, slot: int) -> None:
         self._rows.pop(slot, None)

@@ -56,19 +56,17 @@ class Measure:
         for number, text in enumerate(t for t in texts if len(t.answer) >= depth):
             slot = -2 - number
             runner.cache.open(slot)
-            runner.extend(slot, text.prompt[:-1])
-            # The answer's keys stay uncommitted, so that windows can branch off at any of its tokens.
             chain = [text.prompt[-1], *text.answer[:-1]]
-            runner.forward([PackRow(slot, chain)], logits="none", taps=False)
-            behind = tuple(range(-1, len(chain) - 1))
+            runner.extend(slot, [*text.prompt[:-1], *chain])
+            trunk = tuple(range(-1, len(chain) - 1))  # as nodes of a tree: a window may branch off at any
             tokens: list[int] = []
             parents: list[int] = []
             wanted: list[int] = []
             for start in range(0, len(chain) - depth + 1, depth):
-                parents += [start - 1, *(len(behind) + len(tokens) + i for i in range(depth - 1))]
+                parents += [start - 1, *(len(trunk) + len(tokens) + i for i in range(depth - 1))]
                 tokens += chain[start : start + depth]
                 wanted += text.answer[start : start + depth]
-            self._rows.append(PackRow(slot, tokens, parents, behind))
+            self._rows.append(PackRow(slot, tokens, (*trunk, *parents)))
             self._wanted.append(wanted)
 
     def __len__(self) -> int:

@@ -32,7 +32,7 @@ class TargetInfo:
     share its weights. options: how models are loaded (trust_remote_code, progress). runner: the engine's
     own, for drafters that compute with the target's cache as well: a row's slot is its seq_id, it holds
     everything committed but the root, and what a drafter writes behind its length is overwritten by the
-    verification. Such a drafter must commit, roll back and close nothing there.
+    verification. Such a drafter must leave every slot with the length it had.
     """
 
     vocab_size: int

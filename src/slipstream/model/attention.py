@@ -68,12 +68,7 @@ def slot_attention(
     output = query.new_zeros(total, kv_heads, heads // kv_heads, value.shape[-1])  # [T, kv_heads, G, D]
     for index, span in enumerate(spans):
         keys, values = step.cache.write(
-            span.slot,
-            layer,
-            key[0, :, span.start : span.end],
-            value[0, :, span.start : span.end],
-            span.width,
-            span.behind,
+            span.slot, layer, key[0, :, span.start : span.end], value[0, :, span.start : span.end], span.width
         )  # [kv_heads, W, D]
         rows = round_up(span.count, ROWS)
         part = grouped[:, :, span.start : span.start + rows]  # [kv_heads, G, rows, D]

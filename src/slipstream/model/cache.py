@@ -67,42 +67,35 @@ class SlotCache:
 
     @torch.inference_mode()
     def reserve(self, slot: int, new: int) -> int:
-        """Make room for `new` tokens behind the length; gives the width attention will see.
-
-        Tokens that lie behind the length already are kept.
-        """
+        """Make room for `new` tokens behind the length; gives the width attention will see."""
         entry = self._slots[slot]
         width = round_up(entry.length + new, WIDTH)
         if width > entry.capacity:
             for layer, pair in entry.layers.items():
                 entry.layers[layer] = (
-                    _grown(pair[0], entry.capacity, width),
-                    _grown(pair[1], entry.capacity, width),
+                    _grown(pair[0], entry.length, width),
+                    _grown(pair[1], entry.length, width),
                 )
             entry.capacity = width
         return width
 
     @torch.inference_mode()
     def write(
-        self, slot: int, layer: int, keys: torch.Tensor, values: torch.Tensor, width: int, behind: int = 0
+        self, slot: int, layer: int, keys: torch.Tensor, values: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put keys and values [kv_heads, n, head_dim] behind the length; gives [.., width, head_dim].
-
-        behind: uncommitted tokens that are there already and stay.
-        """
+        """Put keys and values [kv_heads, n, head_dim] behind the length; gives [.., width, head_dim]."""
         entry = self._slots[slot]
         pair = entry.layers.get(layer)
         if pair is None:
             pair = entry.layers[layer] = (_empty(keys, entry.capacity), _empty(values, entry.capacity))
-        start = entry.length + behind
-        end = start + keys.shape[1]
-        pair[0][:, start:end] = keys
-        pair[1][:, start:end] = values
+        end = entry.length + keys.shape[1]
+        pair[0][:, entry.length : end] = keys
+        pair[1][:, entry.length : end] = values
         return pair[0][:, :width], pair[1][:, :width]
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # what a forward stored may only be moved in its own mode
     def commit(self, slot: int, keep: Sequence[int]) -> None:
-        """Keep these of the tokens behind the length, in this order (node numbers, ascending)."""
+        """Keep these of the last written tokens, in this order (node numbers, ascending)."""
         entry = self._slots[slot]
         count = len(keep)
         if list(keep) != list(range(count)):

@@ -23,15 +23,14 @@ class PackRow:
     """Tokens to compute for one slot, behind its committed length.
 
     parents None: a causal run, token i follows token i-1. Otherwise the tokens are a tree, see
-    `TokenTree`; several may have the parent -1, the committed tokens. behind: parents of uncommitted
-    tokens that earlier forwards left behind the length. These are nodes 0 to len(behind) - 1, and the
-    new tokens, which may be their children, are numbered on from there.
+    `TokenTree`, or several trees side by side (more than one -1). A tree may be computed level by
+    level: parents then tells of all its nodes, tokens holds the last ones, and the nodes in front of
+    them are the last of the slot's committed ones.
     """
 
     slot: int
     tokens: Sequence[int]
     parents: Sequence[int] | None = None
-    behind: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class Span:
     count: int
     length: int  # committed tokens of the slot before this forward
     width: int  # key/value columns shown to attention
-    parents: Sequence[int] | None  # of all nodes, those behind included; None: one chain
-    depths: Sequence[int]  # of all nodes
-    behind: int = 0  # uncommitted nodes written before
+    parents: Sequence[int] | None
+    depths: Sequence[int]
+    earlier: int = 0  # of the slot's committed tokens, the last ones that are nodes of this tree
 
     @property
     def end(self) -> int:
@@ -57,32 +56,34 @@ class Span:
         With a window w, only positions above its own minus w (its position is length + depth). Rows
         beyond the row's nodes are padding and see what the last node sees.
         """
-        allowed = torch.zeros(self.behind + self.count, self.width, dtype=torch.bool)
         if self.parents is None:
             columns = torch.arange(self.width)
-            positions = self.length + torch.arange(self.behind + self.count)[:, None]  # [nodes, 1]
+            positions = self.length + torch.arange(self.count)[:, None]  # [count, 1]
             allowed = columns <= positions
             if window is not None:
                 allowed &= columns > positions - window
         else:
+            allowed = torch.zeros(len(self.parents), self.width, dtype=torch.bool)
+            trunk = self.length - self.earlier
             for node, parent in enumerate(self.parents):
-                position = self.length + self.depths[node]
+                position = trunk + self.depths[node]
                 if parent < 0:
-                    allowed[node, : self.length] = True
+                    allowed[node, :trunk] = True
                 else:
                     allowed[node] = allowed[parent]
-                allowed[node, self.length + node] = True
+                allowed[node, trunk + node] = True
                 if window is not None:
-                    allowed[node, : max(0, min(self.length, position - window + 1))] = False
+                    allowed[node, : max(0, min(trunk, position - window + 1))] = False
                     ancestor = parent
                     while ancestor >= 0:
-                        if position - (self.length + self.depths[ancestor]) >= window:
-                            allowed[node, self.length + ancestor] = False
+                        if position - (trunk + self.depths[ancestor]) >= window:
+                            allowed[node, trunk + ancestor] = False
                         ancestor = self.parents[ancestor]
+            allowed = allowed[self.earlier :]
         # The most negative number, not -inf: a window may hide a whole block of keys, whose maximum
         # would be -inf and whose softmax NaN. Masked keys still get a weight of exactly 0.
         mask = torch.full((rows, self.width), torch.finfo(dtype).min, dtype=dtype)
-        mask[: self.count].masked_fill_(allowed[self.behind :], 0.0)
+        mask[: self.count].masked_fill_(allowed, 0.0)
         mask[self.count :] = mask[self.count - 1]
         return mask[None, None].to(device)
 
@@ -101,6 +102,12 @@ class Pack:
         return self.spans[-1].end
 
 
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [n, …] with its first row repeated up to a multiple of `ROWS`; results do not depend on n then."""
+    missing = round_up(len(x), ROWS) - len(x)
+    return torch.cat((x, x[:1].expand(missing, *x.shape[1:]))) if missing else x
+
+
 def tree_depths(parents: Sequence[int]) -> list[int]:
     depths: list[int] = []
     for parent in parents:
@@ -114,16 +121,14 @@ def build_pack(rows: Sequence[tuple[PackRow, int, int]], device: torch.device) -
     positions: list[int] = []
     spans: list[Span] = []
     for row, length, width in rows:
-        count, behind = len(row.tokens), len(row.behind)
-        nodes = behind + count
-        new = range(behind - 1, nodes - 1) if row.parents is None else row.parents
-        parents: list[int] | None = [*row.behind, *new]
-        if parents == list(range(-1, nodes - 1)):
-            parents = None
-        depths: Sequence[int] = range(nodes) if parents is None else tree_depths(parents)
-        spans.append(Span(row.slot, len(ids), count, length, width, parents, depths, behind))
+        count = len(row.tokens)
+        chain = row.parents is None or list(row.parents) == list(range(-1, len(row.parents) - 1))
+        parents = None if chain else row.parents
+        depths: Sequence[int] = range(count) if parents is None else tree_depths(parents)
+        earlier = len(depths) - count
+        spans.append(Span(row.slot, len(ids), count, length, width, parents, depths, earlier))
         ids.extend(row.tokens)
-        positions.extend(length + d for d in depths[behind:])
+        positions.extend(length - earlier + d for d in depths[earlier:])
     padding = round_up(len(ids), ROWS) - len(ids)
     line = torch.tensor([ids + [0] * padding, positions + [0] * padding], device=device)  # [2, T]
     return Pack(line[:1], line[1:], tuple(spans))

@@ -85,10 +85,12 @@ class Runner:
         """Compute rows. logits: "all" tokens, the "last" of each row, or "none" (skips the LM head)."""
         prepared = []
         for row in rows:
-            length, new = self.cache.length(row.slot), len(row.behind) + len(row.tokens)
-            if length + new > self.context and row.parents is None:
-                raise CapacityError(f"{length + new} tokens do not fit the model's context of {self.context}")
-            prepared.append((row, length, self.cache.reserve(row.slot, new)))
+            length = self.cache.length(row.slot)
+            if length + len(row.tokens) > self.context and row.parents is None:
+                raise CapacityError(
+                    f"{length + len(row.tokens)} tokens do not fit the model's context of {self.context}"
+                )
+            prepared.append((row, length, self.cache.reserve(row.slot, len(row.tokens))))
         pack = build_pack(prepared, self.device)
         if self._taps is not None and taps:
             with self._taps.capture() as features:

@@ -5,7 +5,7 @@ nothing, so it can be replaced by one that gives zeros: whatever norm stands beh
 zeros. Nothing is copied and nothing is changed for good: the replacement lives inside a `with`.
 
 The layers that run read and write the same cache slots. Keys and values of committed tokens are the full
-model's own; those of drafted tokens are the thinned model's, lie uncommitted behind the slot's length and
+model's own; those of drafted tokens are the thinned model's, lie behind the slot's length after drafting and
 are overwritten when the full model verifies.
 """
 
