@@ -99,12 +99,16 @@ class Summary:
         self.line("tau", f"{counts.tau:.2f} tokens a target pass, {_count(counts.passes, 'pass', 'passes')}")
         if counts.drafts:
             where = " (green above)" if green else ""
-            self.line("from drafts", f"{counts.accepted_tokens} of {outcome.num_tokens} tokens of the answer{where}")
+            self.line(
+                "from drafts", f"{counts.accepted_tokens} of {outcome.num_tokens} tokens of the answer{where}"
+            )
             self.line("accepted", f"{counts.accepted_tokens} of {counts.draft_tokens} drafted tokens")
             if len(counts.sources) > 1:
                 parts = (f"{k} {c.accepted_tokens} of {c.draft_tokens}" for k, c in counts.sources.items())
                 self.line("by part", ", ".join(parts))
-            self.line("at position", f"{_percent(counts.acceptance_per_position)} of drafts were right so far")
+            self.line(
+                "at position", f"{_percent(counts.acceptance_per_position)} of drafts were right so far"
+            )
         else:
             self.line("drafted", "nothing: every token came from plain decoding")
         self.line(
@@ -123,7 +127,9 @@ class Summary:
         if comparison.speedup >= 1:
             self.line("speed-up", f"{comparison.speedup:.2f}×", "bold green")
         else:
-            self.line("speed-up", f"{comparison.speedup:.2f}×: slower, this drafting does not pay here", "bold")
+            self.line(
+                "speed-up", f"{comparison.speedup:.2f}×: slower, this drafting does not pay here", "bold"
+            )
         why = comparison.why_not_expected
         if at is None:
             self.line("tokens", "identical", "bold green")
