@@ -40,9 +40,8 @@ PROMPTS = Path(__file__).parent / "prompts" / "foundation.jsonl"
 OURS = {
     "slipstream none": "none",
     "slipstream ngram": "ngram",
-    "slipstream draft_model γ=2": f"draft_model:model={DRAFT},num_speculative_tokens=2",
-    "slipstream draft_model γ=4": f"draft_model:model={DRAFT},num_speculative_tokens=4",
-    "slipstream draft_model γ=7": f"draft_model:model={DRAFT},num_speculative_tokens=7",
+    "slipstream draft_model γ=3": f"draft_model:model={DRAFT},num_speculative_tokens=3",
+    "slipstream draft_model γ=6": f"draft_model:model={DRAFT},num_speculative_tokens=6",
 }
 PLAIN, HF_PLAIN = "slipstream none", "hf generate"
 HF_ASSISTED = ("hf assisted, 5 constant", "hf assisted, dynamic threshold", "hf prompt lookup")
@@ -50,7 +49,7 @@ Setting = Callable[[list[int], int], list[int]]
 
 
 def our_settings(session: slipstream.Session) -> dict[str, Setting]:
-    shared = build_drafter(OURS["slipstream draft_model γ=4"], session.info)
+    shared = build_drafter(OURS["slipstream draft_model γ=3"], session.info)
 
     def setting(spec: str) -> Setting:
         length = spec.rpartition("num_speculative_tokens=")[2] if "draft_model" in spec else None
@@ -118,7 +117,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console(stderr=True)
-    prompts = [json.loads(line) for line in args.prompts.open(encoding="utf-8")]
+    prompts = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").strip().split("\n")]
 
     session = slipstream.load(TARGET, dtype="bfloat16")
     settings = our_settings(session)
@@ -129,8 +128,8 @@ def main() -> None:
         for p in prompts
     ]
     longest = max(range(len(encoded)), key=lambda i: len(encoded[i]))
-    for answer in settings.values():  # warm-up, and all memory there will be
-        answer(encoded[longest], args.max_tokens)
+    for answer in settings.values():  # warm-up, with all the memory a setting will need
+        answer(encoded[longest], 16)
     memory = {"peak_rss": peak_memory(), "weights": session.engine.memory_bytes}
     memory["kv"] = kv_bytes(session, len(encoded[longest]) + args.max_tokens)
     if not args.no_hf:

@@ -113,7 +113,7 @@ class Compare(Drafter):
     def __init__(self, tree: ModelDrafter, chain: ModelDrafter) -> None:
         self.tree, self.chain = tree, chain
         self.name, self.needs = "compare", tree.needs
-        self.num_speculative_tokens, self.num_draft_nodes = tree.num_speculative_tokens, tree.num_draft_nodes
+        self.num_speculative_tokens, self.draft_nodes = tree.num_speculative_tokens, tree.draft_nodes
         self.pairs: list[tuple[Draft, Draft]] = []
 
     def propose(self, requests: Any) -> list[Draft]:

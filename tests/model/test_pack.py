@@ -77,3 +77,32 @@ def test_a_node_sees_committed_tokens_its_ancestors_and_itself_within_the_window
             assert (mask[node, column] == 0) == seen, (node, column)
             assert seen or mask[node, column] == torch.finfo(torch.float32).min
     assert torch.equal(mask[count:], mask[count - 1].expand(2, -1))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_tree_computed_level_by_level_sees_what_the_whole_tree_sees(window: int | None) -> None:
+    """Two trees side by side, nodes in level order; each level behind the uncommitted ones before it."""
+    parents, ends, trunk = [-1, -1, 0, 0, 1, 2, 4, 4], [2, 5, 8], 6
+    whole = build_pack([(PackRow(0, list(range(8)), parents), trunk, 512)], CPU)
+    full = whole.spans[0].mask(8, window, torch.float32, CPU)[0, 0]
+    start = 0
+    for end in ends:
+        row = PackRow(0, list(range(start, end)), parents[start:end], parents[:start])
+        part = build_pack([(row, trunk, 512)], CPU)
+        positions = part.position_ids[0, : end - start]
+        assert positions.tolist() == whole.position_ids[0, start:end].tolist()
+        assert torch.equal(part.spans[0].mask(end - start, window, torch.float32, CPU)[0, 0], full[start:end])
+        start = end
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("parents", [None, [2, 3]])
+def test_a_chain_behind_uncommitted_tokens_is_a_causal_run(
+    parents: list[int] | None, window: int | None
+) -> None:
+    whole = build_pack([(PackRow(0, list(range(5))), 6, 512)], CPU)
+    part = build_pack([(PackRow(0, [3, 4], parents, [-1, 0, 1]), 6, 512)], CPU)
+    assert part.spans[0].parents is None
+    assert part.position_ids[0, :2].tolist() == whole.position_ids[0, 3:5].tolist()
+    full, mask = (p.spans[0].mask(p.count, window, torch.float32, CPU)[0, 0] for p in (whole, part))
+    assert torch.equal(mask, full[3:])

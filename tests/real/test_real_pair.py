@@ -26,7 +26,8 @@ from slipstream.testing.record import Recorder
 pytestmark = pytest.mark.real
 
 TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
-PROMPTS = [json.loads(line) for line in (Path(__file__).parent / "prompts.jsonl").open(encoding="utf-8")]
+LINES = (Path(__file__).parent / "prompts.jsonl").read_text(encoding="utf-8").strip().split("\n")
+PROMPTS = [json.loads(line) for line in LINES]
 CHATS = [[{"role": "user", "content": p["prompt"]}] for p in PROMPTS]
 GREEDY = SamplingParams(max_tokens=128)
 

@@ -16,14 +16,14 @@ _KINDS = {kind.name: kind for kind in (Fixed, Additive)}
 def build_controller(
     spec: str | Controller | None, default_length: int, default_nodes: int = 0
 ) -> Controller:
-    """From `fixed`, `fixed:num_speculative_tokens=4`, `additive:…`; None: fixed, at the drafter's own."""
+    """From `fixed`, `fixed:num_speculative_tokens=4`, `additive:…`; None is the drafter's own size."""
     if isinstance(spec, Controller):
         return spec
     name, values = parse_spec(spec or "fixed")
     if name not in _KINDS:
         raise ParameterError(f"unknown controller {name!r}; there are {', '.join(sorted(_KINDS))}")
-    if name == "fixed" and "num_speculative_tokens" not in values:
-        values["num_speculative_tokens"] = str(default_length)
+    if name == "fixed":
+        values.setdefault("num_speculative_tokens", str(default_length))
         values.setdefault("nodes", str(default_nodes))
     kind = _KINDS[name]
     return kind(make_config(kind.Config, name, values))  # type: ignore[arg-type]

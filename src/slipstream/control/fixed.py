@@ -12,9 +12,9 @@ from slipstream.errors import ParameterError
 
 @dataclass(frozen=True, slots=True)
 class FixedConfig:
-    """num_speculative_tokens: drafted tokens a step (a tree's depth), 0 is plain decoding.
+    """num_speculative_tokens: longest drafted path, 0 is plain decoding. nodes: drafted tokens of a tree.
 
-    nodes: most tokens of a tree; 0: as many as a chain has.
+    With nodes 0 there are as many as the path is long.
     """
 
     num_speculative_tokens: int = 5
@@ -34,8 +34,8 @@ class Fixed(Controller):
     Config = FixedConfig
 
     def __init__(self, config: FixedConfig) -> None:
-        depth = config.num_speculative_tokens
-        self._budget = Budget(depth, config.nodes or depth)
+        length = config.num_speculative_tokens
+        self._budget = Budget(length, config.nodes or length)
 
     def plan(self, rows: Sequence[RowState]) -> list[Budget]:
         return [self._budget for _ in rows]

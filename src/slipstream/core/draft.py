@@ -158,7 +158,7 @@ class Drafter(ABC):
     name: str = ""
     needs: Needs = Needs()
     num_speculative_tokens: int = 0  # draft length unless a controller decides otherwise
-    num_draft_nodes: int = 0  # as many tokens in all, for trees; 0: a chain's
+    draft_nodes: int = 0  # drafted tokens of a whole tree, likewise; 0: a chain, as many as it is long
     learns: bool = False  # keeps something of each request for later ones: drafts get better, outputs stay
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:  # noqa: B027

@@ -72,6 +72,8 @@ class CascadeDrafter(Drafter):
         lengths = [part.num_speculative_tokens for part in self.parts]
         given = config.num_speculative_tokens
         self.num_speculative_tokens = max(lengths) if given is None else given
+        nodes = max(part.draft_nodes for part in self.parts)
+        self.draft_nodes = max(nodes, *lengths) if nodes and given is None else 0
         self.learns = any(part.learns for part in self.parts)
         wanted = [part.needs for part in self.parts]
         # A part that reads the prompt waits for the first token by itself, so that the others need not.
@@ -164,7 +166,7 @@ def _ask(
             continue  # the first token must not wait until this part has read the prompt
         used = taken[request.seq_id].tree.num_drafted if taken and request.seq_id in taken else 0
         limit, budget = part.num_speculative_tokens, request.budget
-        nodes = min(budget.nodes - used, limit)
+        nodes = min(budget.nodes - used, part.draft_nodes or limit)
         if nodes > 0 and budget.depth > 0:
             depth = min(budget.depth, limit)
             asked.append(replace(request, budget=Budget(depth, nodes, budget.stop_below)))

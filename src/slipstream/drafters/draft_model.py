@@ -70,7 +70,7 @@ class ModelDrafter(Drafter):
         self._config = config
         self.num_speculative_tokens = config.num_speculative_tokens
         if config.width > 1:
-            self.num_draft_nodes = config.nodes or config.width * config.num_speculative_tokens
+            self.draft_nodes = config.nodes or config.width * config.num_speculative_tokens
         self._target_vocab = target.vocab_size
         if runner is None:
             if config.quantise == "int8":

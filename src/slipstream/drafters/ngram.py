@@ -22,6 +22,7 @@ class NgramConfig:
     """max_n: longest suffix looked for. min_n: shortest one. num_speculative_tokens: tokens copied.
 
     branches: continuations merged into a tree; each takes half of the tokens that those before it left.
+
     The default of 7 makes, with the root, the 8 rows a step is padded to anyway.
     """
 

@@ -37,6 +37,7 @@ class RecycleConfig:
 
     choices: the tree's paths by rank, most wanted first, as in 0+1+0.0+0.1; by default those that are
     likeliest if each rank is right as often as `RANKS` says.
+
     The default of 31 makes, with the root, 32 rows, a multiple of the 8 a step is padded to.
     """
 

@@ -85,7 +85,7 @@ class SelfSpecDrafter(Drafter):
         self.num_speculative_tokens = depth
         self.min_confidence = confidence if config.min_confidence is None else config.min_confidence
         if config.width > 1:
-            self.num_draft_nodes = config.nodes or config.width * depth
+            self.draft_nodes = config.nodes or config.width * depth
         self._width = config.width
         self._vocab = min(target.vocab_size, self._runner.vocab_size)
 

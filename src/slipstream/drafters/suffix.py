@@ -36,6 +36,7 @@ class SuffixConfig:
     likeliest branches, not the likeliest chain. remember: keep finished outputs for later requests.
     max_requests: outputs kept, the oldest go first. max_tokens: tokens kept of them in all. store: file that
     keeps them between runs.
+
     The defaults fill, with the root, the 8 rows a step is padded to anyway; the paper's own are factor=1,
     offset=0, where a short match drafts little.
     """

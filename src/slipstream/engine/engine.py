@@ -94,7 +94,7 @@ class Engine:
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
         drafter = drafter or self._plain
-        built = build_controller(controller, drafter.num_speculative_tokens, drafter.num_draft_nodes)
+        built = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
         self.runner.tap(drafter.needs)
         self.drafter, self.controller = drafter, built
 

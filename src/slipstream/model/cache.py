@@ -100,7 +100,7 @@ class SlotCache:
         pair[1][:, start:end] = values
         return pair[0][:, :width], pair[1][:, :width]
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # what a forward stored may only be moved in its own mode
     def commit(self, slot: int, keep: Sequence[int]) -> None:
         """Keep these of the tokens behind the length, in this order (node numbers, ascending)."""
         entry = self._slots[slot]

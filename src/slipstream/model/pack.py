@@ -23,15 +23,20 @@ class PackRow:
     """Tokens to compute for one slot, behind its committed length.
 
     parents None: a causal run, token i follows token i-1. Otherwise the tokens are a tree, see
-    `TokenTree`; several may have the parent -1, the committed tokens. behind: parents of uncommitted
-    tokens that earlier forwards left behind the length. These are nodes 0 to len(behind) - 1, and the
-    new tokens, which may be their children, are numbered on from there.
+    `TokenTree`, or several trees side by side (more than one -1). A tree may be computed level by
+    level: behind holds the parents of the nodes that earlier forwards left, uncommitted, behind the
+    length. They are numbered first, the new tokens after them.
     """
 
     slot: int
     tokens: Sequence[int]
     parents: Sequence[int] | None = None
     behind: Sequence[int] = ()
+
+    @property
+    def columns(self) -> int:
+        """Columns behind the committed length that are in use after the forward."""
+        return len(self.behind) + len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,8 @@ class Span:
     length: int  # committed tokens of the slot before this forward
     width: int  # key/value columns shown to attention
     parents: Sequence[int] | None  # of all nodes, those behind included; None: one chain
-    depths: Sequence[int]  # of all nodes
-    behind: int = 0  # uncommitted nodes written before
+    depths: Sequence[int]  # likewise
+    behind: int = 0  # nodes written before, uncommitted
 
     @property
     def end(self) -> int:
@@ -57,14 +62,14 @@ class Span:
         With a window w, only positions above its own minus w (its position is length + depth). Rows
         beyond the row's nodes are padding and see what the last node sees.
         """
-        allowed = torch.zeros(self.behind + self.count, self.width, dtype=torch.bool)
         if self.parents is None:
             columns = torch.arange(self.width)
-            positions = self.length + torch.arange(self.behind + self.count)[:, None]  # [nodes, 1]
+            positions = self.length + self.behind + torch.arange(self.count)[:, None]  # [count, 1]
             allowed = columns <= positions
             if window is not None:
                 allowed &= columns > positions - window
         else:
+            allowed = torch.zeros(len(self.parents), self.width, dtype=torch.bool)
             for node, parent in enumerate(self.parents):
                 position = self.length + self.depths[node]
                 if parent < 0:
@@ -79,10 +84,11 @@ class Span:
                         if position - (self.length + self.depths[ancestor]) >= window:
                             allowed[node, self.length + ancestor] = False
                         ancestor = self.parents[ancestor]
+            allowed = allowed[self.behind :]
         # The most negative number, not -inf: a window may hide a whole block of keys, whose maximum
         # would be -inf and whose softmax NaN. Masked keys still get a weight of exactly 0.
         mask = torch.full((rows, self.width), torch.finfo(dtype).min, dtype=dtype)
-        mask[: self.count].masked_fill_(allowed[self.behind :], 0.0)
+        mask[: self.count].masked_fill_(allowed, 0.0)
         mask[self.count :] = mask[self.count - 1]
         return mask[None, None].to(device)
 
@@ -101,6 +107,12 @@ class Pack:
         return self.spans[-1].end
 
 
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [n, …] with its first row repeated up to a multiple of `ROWS`; results do not depend on n then."""
+    missing = round_up(len(x), ROWS) - len(x)
+    return torch.cat((x, x[:1].expand(missing, *x.shape[1:]))) if missing else x
+
+
 def tree_depths(parents: Sequence[int]) -> list[int]:
     depths: list[int] = []
     for parent in parents:
@@ -114,14 +126,13 @@ def build_pack(rows: Sequence[tuple[PackRow, int, int]], device: torch.device) -
     positions: list[int] = []
     spans: list[Span] = []
     for row, length, width in rows:
-        count, behind = len(row.tokens), len(row.behind)
-        nodes = behind + count
-        new = range(behind - 1, nodes - 1) if row.parents is None else row.parents
-        parents: list[int] | None = [*row.behind, *new]
-        if parents == list(range(-1, nodes - 1)):
+        behind, nodes, parents = len(row.behind), row.columns, row.parents
+        if behind:
+            parents = [*row.behind, *(range(behind - 1, nodes - 1) if parents is None else parents)]
+        if parents is not None and list(parents) == list(range(-1, nodes - 1)):
             parents = None
         depths: Sequence[int] = range(nodes) if parents is None else tree_depths(parents)
-        spans.append(Span(row.slot, len(ids), count, length, width, parents, depths, behind))
+        spans.append(Span(row.slot, len(ids), len(row.tokens), length, width, parents, depths, behind))
         ids.extend(row.tokens)
         positions.extend(length + d for d in depths[behind:])
     padding = round_up(len(ids), ROWS) - len(ids)

@@ -41,6 +41,11 @@ class PackedLinear(KernelLinear):
     def weight_bytes(self) -> int:
         return self.in_features * self.out_features * self.dtype.itemsize
 
+    def dense(self) -> torch.Tensor:
+        """The weight [out_features, in_features] as it was, a copy."""
+        weight: torch.Tensor = self.packed.to_dense()
+        return weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y

@@ -85,7 +85,7 @@ class Runner:
         """Compute rows. logits: "all" tokens, the "last" of each row, or "none" (skips the LM head)."""
         prepared = []
         for row in rows:
-            length, new = self.cache.length(row.slot), len(row.behind) + len(row.tokens)
+            length, new = self.cache.length(row.slot), row.columns
             if length + new > self.context and row.parents is None:
                 raise CapacityError(f"{length + new} tokens do not fit the model's context of {self.context}")
             prepared.append((row, length, self.cache.reserve(row.slot, new)))

@@ -6,8 +6,9 @@
         drafter = "./mine.py:Mine:option=value"
 
 or, in a checkout of Slipstream, `pytest tests/contract --drafter ./mine.py:Mine:option=value`. The target is
-a random model of 258 byte tokens that runs in milliseconds; `{draft}` in the drafter's options stands for
-the folder of a saved draft model.
+a random model of 258 byte tokens that runs in milliseconds; in the drafter's options `{draft}` stands for
+the folder of a saved draft model, `{heads}` for one with the folders of random heads that fit the target:
+medusa, medusa_reduced, eagle1 and eagle3.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from slipstream.engine.engine import Engine
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.runner import Runner
 from slipstream.testing.chisquare import chi_square
+from slipstream.testing.heads import save_random_heads
 from slipstream.testing.oracle import Request, plain_decode, run_all
 from slipstream.testing.tiny import MIN_VOCAB, save_tiny, tiny_model, tiny_tokenizer
 
@@ -61,6 +63,10 @@ class DrafterContract:
         model = tiny_model("llama", vocab_size=WIDTH, layers=1, seed=2)
         return save_tiny(tmp_path_factory.mktemp("draft"), model=model, tokenizer=tiny_tokenizer())
 
+    @pytest.fixture(scope="class")
+    def heads_folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return save_random_heads(target_model(), tmp_path_factory.mktemp("heads"))
+
     @pytest.fixture
     def runner(self) -> Runner:
         return Runner(target_model(), pack=False)
@@ -72,8 +78,9 @@ class DrafterContract:
         )
 
     @pytest.fixture
-    def built(self, spec: str, info: TargetInfo, draft_folder: Path) -> Drafter:
-        return build_drafter(spec.replace("{draft}", str(draft_folder)), info)
+    def built(self, spec: str, info: TargetInfo, draft_folder: Path, heads_folder: Path) -> Drafter:
+        spec = spec.replace("{draft}", str(draft_folder)).replace("{heads}", str(heads_folder))
+        return build_drafter(spec, info)
 
     # -- drafts ---------------------------------------------------------------------------------
 

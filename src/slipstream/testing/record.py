@@ -29,7 +29,7 @@ class Recorder(Drafter):
         self.inner = inner
         self.name = f"recorded {inner.name}"
         self.num_speculative_tokens = inner.num_speculative_tokens
-        self.num_draft_nodes = inner.num_draft_nodes
+        self.draft_nodes = inner.draft_nodes
         wanted = inner.needs
         self.needs = Needs(wanted.hidden_layers, wanted.last_hidden, True, wanted.reads_prompt)
         self.keep_rows = keep_rows

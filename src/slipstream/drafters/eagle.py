@@ -1,0 +1,231 @@
+"""An EAGLE head drafts from the target's features (EAGLE-1, -2 and -3).
+
+Its cache holds one entry a position t: token t+1 joined with the *target's* feature of token t. Drafting
+adds entries that are made from the head's own outputs; they stay uncommitted behind the row's length
+(`PackRow.behind`), and what was accepted is read again with the target's features. All nodes of a
+level, of all rows, are computed in one forward.
+
+The draft is a greedy chain (`top_k=1`), EAGLE-2's dynamic tree (the default), or a tree of a fixed shape
+(`choices=tree.json`). Drafted tokens are point masses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from slipstream.core.choices import read_choices
+from slipstream.core.draft import Budget
+from slipstream.drafters._growth import ROOT, DynamicGrowth, Growth, StaticGrowth
+from slipstream.drafters._head_runner import HeadRunner
+from slipstream.drafters.base import Draft, Drafter, DraftRequest, Observation, TargetInfo, empty_draft
+from slipstream.errors import ParameterError
+from slipstream.heads.eagle import EagleHead
+from slipstream.heads.io import AuxConvention, load_eagle
+from slipstream.model.pack import PackRow
+from slipstream.model.packed import can_pack, pack_linears
+from slipstream.model.parts import ModelParts
+
+# More features than this are read when they come: a prompt's must neither be kept nor delay the first draft.
+EAGER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EagleDrafterConfig:
+    """heads: folder of the trained head. num_speculative_tokens: longest path. nodes: drafted tokens in all.
+
+    top_k: nodes expanded a level; 1 is a chain. choices: a JSON file of rank paths instead. min_confidence:
+    leave out tokens the head gives less probability. aux_layers: how the checkpoint counts tapped layers.
+    """
+
+    heads: str
+    num_speculative_tokens: int = 5
+    top_k: int = 4
+    nodes: int = 15
+    choices: str = ""
+    min_confidence: float = 0.0
+    aux_layers: AuxConvention = "auto"
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 0 or self.nodes < 0 or self.top_k < 1:
+            raise ParameterError(
+                "eagle needs num_speculative_tokens and nodes of 0 or more and top_k of 1 or more"
+            )
+        if not 0 <= self.min_confidence <= 1:
+            raise ParameterError(f"eagle:min_confidence must be in [0, 1], not {self.min_confidence}")
+
+
+@dataclass
+class _Row:
+    """Features that were observed and not yet read: of the tokens at positions end - n … end - 1.
+
+    tip: the head's output [1, H] at the last position read; it stands for the root's continuation.
+    """
+
+    end: int
+    features: list[torch.Tensor] = field(default_factory=list)  # each [n_i, F]
+    tokens: list[int] = field(default_factory=list)
+    tip: torch.Tensor | None = None
+
+
+@dataclass
+class _Growing:
+    """A tree that is being drafted. columns: where its computed nodes lie behind the row's length; behind[c]:
+    the column whose child column c is; outputs [n, H] of the frontier."""
+
+    request: DraftRequest
+    growth: Growth
+    outputs: torch.Tensor
+    columns: dict[int, int] = field(default_factory=lambda: {ROOT: -1})
+    behind: list[int] = field(default_factory=list)
+
+
+class EagleDrafter(Drafter):
+    name = "eagle"
+    Config = EagleDrafterConfig
+
+    def __init__(self, config: EagleDrafterConfig, target: TargetInfo, head: EagleHead | None = None) -> None:
+        """`head` stands in for loading `config.heads`."""
+        parts = ModelParts.of(target.model)
+        device = parts.embedding.device
+        given = head
+        if head is None:
+            folder = Path(config.heads).expanduser()
+            head = load_eagle(folder, parts, parts.embedding.dtype, aux=config.aux_layers)
+        head.target = parts
+        if given is None:
+            head.share_embedding()
+            if can_pack(head):
+                pack_linears(head)
+        self.needs = head.needs
+        self._runner = HeadRunner(head.to(device), device)
+        self._vocab = target.vocab_size
+        self._config = config
+        self._choices = read_choices(Path(config.choices).expanduser()) if config.choices else None
+        length = config.num_speculative_tokens
+        self.num_speculative_tokens = self._choices.depth if self._choices else length
+        self.draft_nodes = (
+            len(self._choices) if self._choices else length if config.top_k == 1 else config.nodes
+        )
+        self._rows: dict[int, _Row] = {}
+
+    @property
+    def runner(self) -> HeadRunner:
+        return self._runner
+
+    @property
+    def memory_bytes(self) -> int:
+        waiting = sum(f.nbytes for row in self._rows.values() for f in row.features)
+        return self._runner.memory_bytes + waiting
+
+    # -- what the target computed ---------------------------------------------------------------
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        long: list[int] = []
+        for seen in observations:
+            row = self._rows.get(seen.seq_id)
+            if row is None or row.end != seen.start:  # the first features, or some were never seen
+                self._runner.cache.close(seen.seq_id)
+                self._runner.cache.open(seen.seq_id)
+                row = self._rows[seen.seq_id] = _Row(seen.start)
+            row.features.append(self._runner.head.features(seen.features))
+            row.tokens.extend(seen.tokens)
+            row.end += len(seen.tokens)
+            if len(row.tokens) > EAGER:
+                long.append(seen.seq_id)
+        self._read(long, [None] * len(long))
+
+    def _read(self, seq_ids: Sequence[int], roots: Sequence[int | None]) -> None:
+        """Give waiting features, each joined with the token after its own, to the head's cache for good.
+
+        The last feature's next token is the root; where it is None that feature keeps waiting.
+        """
+        packs: list[PackRow] = []
+        features: list[torch.Tensor] = []
+        for seq_id, root in zip(seq_ids, roots, strict=True):
+            row = self._rows[seq_id]
+            waiting = torch.cat(row.features)  # [n, F]
+            last = row.tokens[-1]
+            following = [*row.tokens[1:], *([] if root is None else [root])]
+            packs.append(PackRow(seq_id, following))
+            features.append(waiting[: len(following)])
+            row.tokens = [] if root is not None else [last]
+            row.features = [] if root is not None else [waiting[-1:].clone()]
+        if not packs:
+            return
+        counts = [len(f) for f in features]
+        hidden = torch.split(self._runner.fuse(torch.cat(features)), counts)
+        for pack, out in zip(packs, self._runner.forward(packs, hidden), strict=True):
+            self._runner.cache.commit(pack.slot, range(len(pack.tokens)))
+            self._rows[pack.slot].tip = out[-1:].clone()
+
+    # -- drafting -------------------------------------------------------------------------------
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        ready = [r for r in requests if self._is_ready(r)]
+        behind = [r for r in ready if self._rows[r.seq_id].tokens]
+        self._read([r.seq_id for r in behind], [r.root for r in behind])
+        growing: list[_Growing] = []
+        for request in ready:
+            tip = self._rows[request.seq_id].tip
+            assert tip is not None
+            growing.append(_Growing(request, self._growth(request.budget), tip))
+        live = [g for g in growing if g.growth.frontier]
+        while live:
+            self._score(live)
+            live = [g for g in live if g.growth.frontier]
+            if live:
+                self._compute(live)
+        drafts = {g.request.seq_id: g.growth.draft(g.request.root, self.name) for g in growing}
+        return [drafts.get(r.seq_id) or empty_draft(r) for r in requests]
+
+    def _is_ready(self, request: DraftRequest) -> bool:
+        """Whether the features reach up to the root; a one-token prompt has none at first."""
+        row = self._rows.get(request.seq_id)
+        if row is None or row.end != len(request.tokens) - 1:
+            return False
+        return bool(row.tokens) or row.tip is not None
+
+    def _growth(self, budget: Budget) -> Growth:
+        if self._choices is not None:
+            return StaticGrowth(self._choices.cut(budget.depth, budget.nodes))
+        least = max(self._config.min_confidence, budget.stop_below)
+        return DynamicGrowth(self._config.top_k, budget.depth, budget.nodes, least)
+
+    def _score(self, live: Sequence[_Growing]) -> None:
+        """Ask for the continuations of every frontier, all rows at once."""
+        outputs = torch.cat([g.outputs for g in live])  # [frontier nodes of all rows, H]
+        tokens, logprobs = self._runner.best(outputs, self._vocab, max(g.growth.width for g in live))
+        at = 0
+        for g in live:
+            end = at + len(g.growth.frontier)
+            before = g.growth.frontier
+            g.growth.add(tokens[at:end], logprobs[at:end])
+            place = {node: i for i, node in enumerate(before)}
+            # every node continues from the output of its parent
+            g.outputs = g.outputs[[place[g.growth.parents[n]] for n in g.growth.frontier]]
+            at = end
+
+    def _compute(self, live: Sequence[_Growing]) -> None:
+        """One level of every tree in one forward, behind the levels that were computed before."""
+        packs = []
+        for g in live:
+            known = tuple(g.behind)
+            for node in g.growth.frontier:
+                g.columns[node] = len(g.behind)
+                g.behind.append(g.columns[g.growth.parents[node]])
+            tokens = [g.growth.tokens[n] for n in g.growth.frontier]
+            packs.append(PackRow(g.request.seq_id, tokens, g.behind[len(known) :], known))
+        for g, out in zip(live, self._runner.forward(packs, [g.outputs for g in live]), strict=True):
+            g.outputs = out
+
+    def close(self, seq_id: int) -> None:
+        self._rows.pop(seq_id, None)
+        self._runner.cache.close(seq_id)
+
+    def shutdown(self) -> None:
+        for seq_id in list(self._rows):
+            self.close(seq_id)

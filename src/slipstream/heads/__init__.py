@@ -1,0 +1,1 @@
+"""Trained draft heads: one definition for training, drafting and export."""
