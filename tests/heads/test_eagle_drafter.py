@@ -164,6 +164,25 @@ def test_long_prompts_are_read_as_they_come(run: Any, info: Info) -> None:
     assert other.tree == once.tree
 
 
+def test_a_cache_that_grows_keeps_the_uncommitted_nodes(info: Info) -> None:
+    """The tree crosses a multiple of 512 columns between two levels."""
+    model = tiny_model(vocab_size=24)
+    head = random_eagle(model)
+    prompt = [i % 24 for i in range(509)]
+    states = torch.randn(len(prompt) - 1, 32, generator=torch.Generator().manual_seed(1))
+    features: dict[int | str, torch.Tensor] = {k: states for k in (0, 1, 2)}
+    request = DraftRequest(0, prompt, len(prompt), Budget(3, 40), SamplingParams(), 0)
+    drafts = []
+    for wide in (False, True):
+        drafter = drafter_of(model, info, head)
+        drafter.observe([Observation(0, 0, tuple(prompt[:-1]), features)])
+        if wide:
+            drafter.runner.cache.reserve(0, 1000)
+        drafts += drafter.propose([request])
+        assert drafter.runner.cache.length(0) == len(prompt) - 1
+    assert drafts[0] == drafts[1] and drafts[0].tree.depth == 3
+
+
 def test_features_that_were_never_seen_start_the_row_anew(info: Info) -> None:
     model = tiny_model(vocab_size=24)
     drafter = drafter_of(model, info, random_eagle(model))
