@@ -26,7 +26,7 @@ install: $(STAMP)  ## Make .venv with everything in it
 demo: $(STAMP)  ## Download a real model pair once, and see it answer faster with the same tokens
 	@$(BIN)/slipstream pull $(TARGET)
 	@$(BIN)/slipstream pull $(DRAFT)
-	$(BIN)/slipstream run --compare --model $(TARGET) --drafter draft_model:model=$(DRAFT) --max-tokens 128 \
+	$(BIN)/slipstream run --compare --model $(TARGET) --drafter draft_model:model=$(DRAFT) --temperature 0 --max-tokens 128 \
 		"Write a Python class for a stack with push, pop and peek, with type hints and docstrings."
 
 test: $(STAMP)  ## All tests that need no download (a few minutes on two cores)

@@ -65,3 +65,8 @@ def test_values_are_brought_into_one_form() -> None:
 def test_every_parameter_has_refusals_here() -> None:
     unlimited = {"ignore_eos"}
     assert set(BAD) == set(SamplingParams.__dataclass_fields__) - unlimited
+
+
+def test_bad_words_are_ids_not_digits_of_a_string() -> None:
+    with pytest.raises(ParameterError, match="Session.bad_words"):
+        SamplingParams(bad_words=("12",))  # type: ignore[arg-type]

@@ -99,12 +99,16 @@ class Summary:
         self.line("tau", f"{counts.tau:.2f} tokens a target pass, {_count(counts.passes, 'pass', 'passes')}")
         if counts.drafts:
             where = " (green above)" if green else ""
-            self.line("drafted", f"{counts.accepted_tokens} of {outcome.num_tokens} tokens{where}")
+            self.line(
+                "from drafts", f"{counts.accepted_tokens} of {outcome.num_tokens} tokens of the answer{where}"
+            )
             self.line("accepted", f"{counts.accepted_tokens} of {counts.draft_tokens} drafted tokens")
             if len(counts.sources) > 1:
                 parts = (f"{k} {c.accepted_tokens} of {c.draft_tokens}" for k, c in counts.sources.items())
                 self.line("by part", ", ".join(parts))
-            self.line("at position", f"{_percent(counts.acceptance_per_position)} of drafts accepted")
+            self.line(
+                "at position", f"{_percent(counts.acceptance_per_position)} of drafts were right so far"
+            )
         else:
             self.line("drafted", "nothing: every token came from plain decoding")
         self.line(
@@ -118,9 +122,14 @@ class Summary:
 
     def compared(self, comparison: Comparison, name: str) -> None:
         ours, plain, at = comparison.drafted, comparison.plain, comparison.differs_at
-        self.line(name, f"{ours.rate:.2f} tokens/s")
+        self.line("drafting", f"{ours.rate:.2f} tokens/s ({name})")
         self.line("plain", f"{plain.rate:.2f} tokens/s")
-        self.line("speed-up", f"{comparison.speedup:.2f}×", "bold")
+        if comparison.speedup >= 1:
+            self.line("speed-up", f"{comparison.speedup:.2f}×", "bold green")
+        else:
+            self.line(
+                "speed-up", f"{comparison.speedup:.2f}×: slower, this drafting does not pay here", "bold"
+            )
         why = comparison.why_not_expected
         if at is None:
             self.line("tokens", "identical", "bold green")

@@ -18,8 +18,8 @@ def doctor(
         str | None, typer.Option(help="Also check this model (it is not downloaded).", show_default=False)
     ] = None,
 ) -> None:
-    """Report on this machine: versions, processor, memory, disk, GPUs, models. Exit status 1 if --model "
-    "is refused."""
+    """Report on this machine: versions, processor, memory, disk, GPUs, models. Exit status 1 if --model
+    is refused."""
     from slipstream.cli.output import print_json
 
     report = gather(model)

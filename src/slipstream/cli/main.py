@@ -1,7 +1,8 @@
 """The command line: which commands there are, and how errors leave it.
 
-Results go to stdout; progress and messages to stderr. Exit status: 0 fine, 2 for a mistake that the user can
-mend (one line says how), 130 after Ctrl-C. A new command is one line in `COMMANDS`.
+Results go to stdout; progress and messages to stderr. Exit status: 0 fine, 1 for a claim that does not
+hold (doctor, --compare), 2 for a mistake that the user can mend (one line says how), 130 after Ctrl-C, 141
+for a closed pipe, 143 after SIGTERM. A new command is one line in `COMMANDS`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each row keeps the acceptance (accepted / drafted tokens) of its last `history` verifications. Their
 mean above `raise_above` lengthens the next draft by one token, below `lower_below` shortens it.
-Knows nothing of cost: it can draft where drafting does not pay. `goodput` decides by cost.
+Knows nothing of cost: it can draft where drafting does not pay.
 """
 
 from __future__ import annotations

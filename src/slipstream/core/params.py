@@ -15,8 +15,8 @@ class SamplingParams:
 
     max_tokens None means: as far as the context reaches. top_k 0 and top_p 1.0 are off. stop holds
     strings, whose text is cut from the output; stop_token_ids ends at a token. logit_bias adds to
-    raw logits by token id. bad_words may never appear; they are token id sequences (the engine
-    encodes strings). min_tokens forbids EOS and stop tokens before that many tokens. logprobs asks
+    raw logits by token id. bad_words may never appear; they are token id sequences (`Session.bad_words`
+    makes them of strings). min_tokens forbids EOS and stop tokens before that many tokens. logprobs asks
     for the log-probabilities of the chosen token and of that many alternatives, of the model's raw law.
     seed None draws a fresh one for each request.
     """
@@ -48,8 +48,8 @@ class SamplingParams:
             ("stop_token_ids", "a list of token ids", lambda: tuple(int(t) for t in self.stop_token_ids)),
             (
                 "bad_words",
-                "a list of token id lists",
-                lambda: tuple(tuple(int(t) for t in word) for word in self.bad_words),
+                "a list of token id lists (Session.bad_words makes them of strings)",
+                lambda: tuple(_ids(word) for word in self.bad_words),
             ),
             (
                 "logit_bias",
@@ -120,6 +120,12 @@ class SamplingParams:
     def with_(self, **changes: Any) -> SamplingParams:
         """A copy with other values, validated again."""
         return replace(self, **changes)
+
+
+def _ids(word: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(word, str):  # whose digits would pass for ids
+        raise TypeError
+    return tuple(int(t) for t in word)
 
 
 def _whole(value: object, low: int) -> bool:

@@ -30,8 +30,8 @@ class GenerationDefaults:
 def generation_defaults(
     generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer_eos: int | None
 ) -> GenerationDefaults:
-    """Reads them; the end tokens come from the first of generation config, model config, tokenizer that "
-    "has any."""
+    """Reads them; the end tokens come from the first of generation config, model config, tokenizer that
+    has any."""
     nested = config.get("text_config")
     text = nested if isinstance(nested, Mapping) else {}
     eos = (

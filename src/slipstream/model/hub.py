@@ -31,8 +31,8 @@ class HubMiss:
 
 
 def fetch_from_hub(repo_id: str, *, trust_remote_code: bool, progress: Progress) -> Path | HubMiss:
-    """The local snapshot of a repository: downloaded or brought up to date; the cached one if the hub is "
-    "away.
+    """The local snapshot of a repository: downloaded or brought up to date; the cached one if the hub is
+    away.
 
     Honours HF_HOME, HF_HUB_OFFLINE and HF_TOKEN. Raises ModelError for a repository that exists but cannot
     be used, CapacityError for too little disk.

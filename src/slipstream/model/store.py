@@ -133,8 +133,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def seal(folder: Path, source: dict[str, Any]) -> None:
-    """Writes the manifest that makes a folder count as complete: every file with its size, flushed to "
-    "disk."""
+    """Writes the manifest that makes a folder count as complete: every file with its size, flushed to
+    disk."""
     files = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -144,8 +144,8 @@ def seal(folder: Path, source: dict[str, Any]) -> None:
 
 
 def manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a complete folder, or None: missing, damaged, or a file of it is not as it was "
-    "written."""
+    """The manifest of a complete folder, or None: missing, damaged, or a file of it is not as it was
+    written."""
     try:
         value = json.loads((folder / MANIFEST).read_bytes())
         if value["format"] != FORMAT:

@@ -29,8 +29,8 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(vocab: int = MIN_VOCAB) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer: one token per byte (ids 0…255 in byte order), then bos and eos, then unused "
-    "ids.
+    """A byte-level tokenizer: one token per byte (ids 0…255 in byte order), then bos and eos, then unused
+    ids.
 
     Any text round-trips. vocab is the total, at least 258.
     """
