@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from slipstream.core.params import SamplingParams
+from slipstream.drafters import draft_model
 from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.draft_model import DraftModelConfig, ModelDrafter
 from slipstream.engine.engine import Engine
@@ -82,7 +84,8 @@ def test_a_models_linears_and_head_are_replaced_and_their_bytes_counted(tie: boo
     rest = sum(p.nbytes for p in model.parameters()) - 4 * elements
     if tie:
         rest += 4 * model.lm_head.weight.numel()  # the embedding stays
-    assert quantise_linears(model) == len(inner)
+    assert quantise_linears(model) == 0  # none is large enough to gain
+    assert quantise_linears(model, smallest=0) == len(inner)
     assert not [m for m in model.modules() if type(m) is nn.Linear]
     scales = sum(
         s.nbytes + z.nbytes
@@ -96,7 +99,10 @@ def test_a_models_linears_and_head_are_replaced_and_their_bytes_counted(tie: boo
 
 
 @needs_int8
-def test_an_int8_model_runs_trees_and_drafts_without_changing_a_token(tmp_path: Path) -> None:
+def test_an_int8_model_runs_trees_and_drafts_without_changing_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model, "quantise_linears", partial(quantise_linears, smallest=0))
     path = save_tiny(tmp_path / "draft", kind="qwen2", tie=True, seed=3, dtype=torch.bfloat16)
     target = Runner(tiny_model("qwen2", tie=True, seed=3), pack=False)
     info = TargetInfo(target.vocab_size, target.context, tokenizer=tiny_tokenizer())

@@ -24,6 +24,7 @@ from slipstream.errors import ParameterError
 from slipstream.logits.warp import warped_law
 from slipstream.model.int8 import quantise_linears, require_int8
 from slipstream.model.load import load
+from slipstream.model.packed import can_pack, pack_linears
 from slipstream.model.runner import Runner
 from slipstream.model.vocab import shared_vocabulary
 
@@ -86,6 +87,8 @@ class ModelDrafter(Drafter):
         if config.quantise == "int8":
             # After the runner's probe, which compares logits more finely than int8 computes them.
             quantise_linears(runner.model)
+            if can_pack(runner.model):
+                pack_linears(runner.model)  # the small ones
         self._runner = runner
         self._cache = OwnCache(runner)
 
