@@ -5,30 +5,86 @@ from __future__ import annotations
 import platform
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.cli.request import DEFAULT_MODEL
 from slipstream.errors import SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.core.estimate import MemoryEstimate
+    from slipstream.plan.memory import MemoryPlan
 
 
 def doctor(
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="Also check this model (it is not downloaded).", show_default=False)
+        str | None,
+        typer.Argument(
+            help=f"Also check this model; nothing is downloaded. With --drafter by default {DEFAULT_MODEL}.",
+            show_default=False,
+        ),
     ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help="Also say how much memory the model and this drafter would take, before either is loaded.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer. Default: the model's own.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
+    ] = False,
 ) -> None:
-    """Report on this machine: versions, processor, memory, disk, GPUs, models. Exit status 1 if --model
-    is refused."""
+    """Report on this machine: versions, processor, memory, disk, GPUs, models; and whether a model fits.
+
+    Exit status 1 if the model is refused or does not fit.
+    """
+    if drafter is not None:
+        from slipstream.drafters import check_spec
+
+        check_spec(drafter)
     from slipstream.cli.output import print_json
 
     report = gather(model)
+    plan = None
+    if model is not None or drafter is not None:
+        refused = model is not None and report["models"][-1]["refused"] is not None
+        options = {"context": context, "rows": batch, "dtype": dtype, "device": device}
+        if drafter is not None or not refused:
+            plan = _plan(model, drafter, trust_remote_code=trust_remote_code, **options)
+    report["memory_plan"] = None if plan is None else _as_json(plan)
     if json_:
         print_json(report)
     else:
         _print(report)
-    if model is not None and report["models"][-1]["refused"]:
+        if plan is not None:
+            _print_plan(plan)
+    if (model is not None and report["models"][-1]["refused"]) or (plan is not None and not plan.fits):
         raise typer.Exit(1)
+
+
+def _plan(model: str | None, drafter: str | None, **options: Any) -> MemoryPlan | None:
+    """None for a model alone of which nothing is here and nothing is known; its row says so."""
+    from slipstream.errors import ModelError
+    from slipstream.plan.memory import plan_memory
+
+    try:
+        return plan_memory(model or DEFAULT_MODEL, drafter or "none", **options)
+    except ModelError:
+        if drafter is None:
+            return None
+        raise
 
 
 def gather(model: str | None) -> dict[str, Any]:
@@ -199,3 +255,63 @@ def _print(report: dict[str, Any]) -> None:
         state = f"refused: {row['refused']}" if row["refused"] else row["note"] or f"fits: {row['path']}"
         models.add_row(row["model"], weights, state.replace("[", r"\["))
     console.print(models)
+
+
+def _as_json(plan: MemoryPlan) -> dict[str, Any]:
+    return {
+        "model": plan.model,
+        "drafter": plan.drafter_spec,
+        "dtype": plan.dtype,
+        "device": plan.device,
+        "context": plan.context,
+        "batch": plan.rows,
+        "target": _parts(plan.target),
+        "drafter_memory": _parts(plan.drafter),
+        "needed_bytes": plan.needed,
+        "available_bytes": plan.available,
+        "fits": plan.fits,
+        "advice": None if plan.fits else plan.advice,
+        "notes": [*plan.target.notes, *plan.drafter.notes],
+    }
+
+
+def _parts(estimate: MemoryEstimate) -> dict[str, Any]:
+    return {
+        "weight_bytes": estimate.weights,
+        "cache_bytes": estimate.cache,
+        "table_bytes": estimate.tables,
+        "total_bytes": estimate.total,
+        "unknown": estimate.unknown or None,
+    }
+
+
+def _print_plan(plan: MemoryPlan) -> None:
+    from slipstream.cli.output import plain_table, stdout
+    from slipstream.model.progress import size
+
+    table = plain_table("\nMEMORY", "\nWEIGHTS", "\nKEYS, VALUES", "\nTABLES", "\nIN ALL")
+    named = (("target", plan.model, plan.target), ("drafter", plan.drafter_spec, plan.drafter))
+    for role, name, held in named:
+        known = [size(held.weights), size(held.cache), size(held.tables), size(held.total)]
+        if held.unknown:
+            known = [text if held.total else "unknown" for text in known[:3]] + [
+                f"at least {known[3]}" if held.total else "unknown"
+            ]
+        table.add_row(f"{role} {name}".replace("[", r"\["), *known)
+    console = stdout()
+    console.print(table)
+    rows = "1 sequence" if plan.rows == 1 else f"{plan.rows} sequences"
+    found = f"{size(plan.needed)} with room to work, {size(plan.available)} available"
+    for line in (
+        f"{plan.dtype}, {rows} of {plan.context} tokens: {found}: {_verdict(plan)}",
+        *((f"unknown: {plan.drafter.unknown}",) if plan.drafter.unknown else ()),
+        *plan.target.notes,
+        *plan.drafter.notes,
+    ):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _verdict(plan: MemoryPlan) -> str:
+    if not plan.fits:
+        return f"refused. {plan.advice[0].upper()}{plan.advice[1:]}"
+    return "fits" if not plan.drafter.unknown else "fits but for what is unknown"

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.doctor import doctor
-from slipstream.cli.drafters import drafters
+from slipstream.cli.drafters import controllers, drafters
 from slipstream.cli.models import models
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
@@ -28,6 +28,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "pull": pull,
     "models": models,
     "drafters": drafters,
+    "controllers": controllers,
     "doctor": doctor,
     "tune": tune,
 }

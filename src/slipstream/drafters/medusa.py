@@ -15,11 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from slipstream.core.choices import Choices, best_tree, full_tree, read_accuracies, read_choices
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, Needs, Observation, TargetInfo, empty_draft
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    Needs,
+    Observation,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 from slipstream.errors import ParameterError
-from slipstream.heads.io import load_medusa
+from slipstream.heads.base import DraftVocab
+from slipstream.heads.io import load_medusa, loaded_bytes, open_medusa
 from slipstream.heads.medusa import LMHead, MedusaHeads
 from slipstream.model.pack import pad_rows
 from slipstream.model.packed import can_pack, pack_linears, weight_bytes
@@ -72,9 +84,11 @@ class MedusaDrafter(Drafter):
         loaded = heads or load_medusa(Path(config.heads).expanduser(), parts, parts.embedding.dtype)
         self._heads = loaded.to(device)
         self._lm_head: LMHead | None = None
+        self._own_rows: nn.Linear | None = None  # of the target's LM head, a copy
         if loaded.config.output == "target":
-            reduced = loaded.vocab.reduced
-            self._lm_head = parts.lm_head_rows(loaded.vocab.target_ids()) if reduced else parts.lm_head
+            if loaded.vocab.reduced:
+                self._own_rows = parts.lm_head_rows(loaded.vocab.target_ids())
+            self._lm_head = self._own_rows or parts.lm_head
         if heads is None and can_pack(loaded):
             pack_linears(loaded)
         # A head may be padded beyond the tokens there are.
@@ -84,13 +98,24 @@ class MedusaDrafter(Drafter):
         self.draft_nodes = len(self._choices)
         self._states: dict[int, _State] = {}
 
+    @classmethod
+    def predict_memory(cls, config: MedusaDrafterConfig, target: TargetShape) -> MemoryEstimate:
+        dtype = target.model.dtype
+        heads, tensors = open_medusa(Path(config.heads).expanduser(), ModelParts.of(target.model.model))
+        vocab = DraftVocab(heads.vocab_size, heads.draft_vocab_size)
+        weights = loaded_bytes(tensors, vocab, dtype)
+        if heads.output == "target" and vocab.reduced:
+            weights += vocab.size * heads.hidden_size * dtype.itemsize
+        return MemoryEstimate(weights, tables=target.rows * heads.hidden_size * dtype.itemsize)
+
     @property
     def choices(self) -> Choices:
         return self._choices
 
     @property
     def memory_bytes(self) -> int:
-        return weight_bytes(self._heads) + sum(s.hidden.nbytes for s in self._states.values())
+        rows = 0 if self._own_rows is None else weight_bytes(self._own_rows)
+        return weight_bytes(self._heads) + rows + sum(s.hidden.nbytes for s in self._states.values())
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
