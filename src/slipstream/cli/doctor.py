@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.cli.memory_plan import as_json, check_numbers, print_plan
 from slipstream.cli.request import DEFAULT_MODEL
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
-    from slipstream.core.estimate import MemoryEstimate
     from slipstream.plan.memory import MemoryPlan
 
 
@@ -50,6 +50,7 @@ def doctor(
 
     Exit status 1 if the model is refused or does not fit.
     """
+    check_numbers(context, batch)
     if drafter is not None:
         from slipstream.drafters import check_spec
 
@@ -57,20 +58,26 @@ def doctor(
     from slipstream.cli.output import print_json
 
     report = gather(model)
+    refused = model is not None and report["models"][-1]["refused"] is not None
     plan = None
-    if model is not None or drafter is not None:
-        refused = model is not None and report["models"][-1]["refused"] is not None
-        options = {"context": context, "rows": batch, "dtype": dtype, "device": device}
-        if drafter is not None or not refused:
-            plan = _plan(model, drafter, trust_remote_code=trust_remote_code, **options)
-    report["memory_plan"] = None if plan is None else _as_json(plan)
+    if drafter is not None or (model is not None and not refused):
+        plan = _plan(
+            model,
+            drafter,
+            context=context,
+            rows=batch,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+    report["memory_plan"] = None if plan is None else as_json(plan)
     if json_:
         print_json(report)
     else:
         _print(report)
         if plan is not None:
-            _print_plan(plan)
-    if (model is not None and report["models"][-1]["refused"]) or (plan is not None and not plan.fits):
+            print_plan(plan)
+    if refused or (plan is not None and not plan.fits):
         raise typer.Exit(1)
 
 
@@ -122,7 +129,8 @@ def gather(model: str | None) -> dict[str, Any]:
         "advised_because": why,
         "models": [],
     }
-    for spec in [entry.name for entry in CATALOGUE] + ([model] if model is not None else []):
+    named = [entry.name for entry in CATALOGUE if entry.name != model]
+    for spec in named + ([model] if model is not None else []):
         report["models"].append(_check(spec, dtype, "cuda" if gpus else "cpu"))
     return report
 
@@ -255,63 +263,3 @@ def _print(report: dict[str, Any]) -> None:
         state = f"refused: {row['refused']}" if row["refused"] else row["note"] or f"fits: {row['path']}"
         models.add_row(row["model"], weights, state.replace("[", r"\["))
     console.print(models)
-
-
-def _as_json(plan: MemoryPlan) -> dict[str, Any]:
-    return {
-        "model": plan.model,
-        "drafter": plan.drafter_spec,
-        "dtype": plan.dtype,
-        "device": plan.device,
-        "context": plan.context,
-        "batch": plan.rows,
-        "target": _parts(plan.target),
-        "drafter_memory": _parts(plan.drafter),
-        "needed_bytes": plan.needed,
-        "available_bytes": plan.available,
-        "fits": plan.fits,
-        "advice": None if plan.fits else plan.advice,
-        "notes": [*plan.target.notes, *plan.drafter.notes],
-    }
-
-
-def _parts(estimate: MemoryEstimate) -> dict[str, Any]:
-    return {
-        "weight_bytes": estimate.weights,
-        "cache_bytes": estimate.cache,
-        "table_bytes": estimate.tables,
-        "total_bytes": estimate.total,
-        "unknown": estimate.unknown or None,
-    }
-
-
-def _print_plan(plan: MemoryPlan) -> None:
-    from slipstream.cli.output import plain_table, stdout
-    from slipstream.model.progress import size
-
-    table = plain_table("\nMEMORY", "\nWEIGHTS", "\nKEYS, VALUES", "\nTABLES", "\nIN ALL")
-    named = (("target", plan.model, plan.target), ("drafter", plan.drafter_spec, plan.drafter))
-    for role, name, held in named:
-        known = [size(held.weights), size(held.cache), size(held.tables), size(held.total)]
-        if held.unknown:
-            known = [text if held.total else "unknown" for text in known[:3]] + [
-                f"at least {known[3]}" if held.total else "unknown"
-            ]
-        table.add_row(f"{role} {name}".replace("[", r"\["), *known)
-    console = stdout()
-    console.print(table)
-    rows = "1 sequence" if plan.rows == 1 else f"{plan.rows} sequences"
-    found = f"{size(plan.needed)} with room to work, {size(plan.available)} available"
-    for line in (
-        f"{plan.dtype}, {rows} of {plan.context} tokens: {found}: {_verdict(plan)}",
-        *((f"unknown: {plan.drafter.unknown}",) if plan.drafter.unknown else ()),
-        *plan.target.notes,
-        *plan.drafter.notes,
-    ):
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _verdict(plan: MemoryPlan) -> str:
-    if not plan.fits:
-        return f"refused. {plan.advice[0].upper()}{plan.advice[1:]}"
-    return "fits" if not plan.drafter.unknown else "fits but for what is unknown"

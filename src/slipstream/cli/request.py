@@ -36,8 +36,9 @@ class Request:
 def one_prompt(words: list[str] | None) -> str | None:
     """The prompt that was typed. ParameterError for several, which is one without its quotes."""
     if words is not None and len(words) > 1:
+        quoted = shlex.quote(" ".join(words))
         raise ParameterError(
-            f"the prompt is {len(words)} arguments; put it in quotes: slipstream run {shlex.quote(' '.join(words))}"
+            f"the prompt is {len(words)} arguments, put it in quotes: slipstream run {quoted}"
         )
     return words[0] if words else None
 

@@ -13,8 +13,8 @@ _SIMPLE: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str,
 def config_without_import(path: Path) -> type[Any] | None:
     """A dataclass with the fields of the class that a drafter in this file names as its `Config`.
 
-    Its checks are not there, nor are its defaults; types that are not written out take any text. None if there
-    is no such class.
+    Its checks are not there, nor are its defaults; types that are not written out take any text. None if
+    there is no such class.
     """
     classes = {
         n.name: n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)
@@ -34,9 +34,9 @@ def config_without_import(path: Path) -> type[Any] | None:
 def _config_name(kind: ast.ClassDef) -> str | None:
     """X of the line `Config = X`."""
     for node in kind.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-            if any(isinstance(t, ast.Name) and t.id == "Config" for t in node.targets):
-                return node.value.id
+        match node:
+            case ast.Assign(targets=[ast.Name(id="Config")], value=ast.Name(id=name)):
+                return name
     return None
 
 

@@ -53,6 +53,9 @@ class NgramConfig:
             raise ParameterError(f"ngram:branches must be at least 1, not {self.branches}")
 
 
+# Share of n-grams that are new, for n of 1, 2, 3 and more: the mean of nine texts of English and code of 2,000
+# Qwen2.5 tokens each; for n = 3 they range from 0.53 to 0.96.
+DISTINCT = (0.31, 0.66, 0.78, 0.85)
 SCANNED = 8  # occurrences looked at for each branch, so that a long loop does not cost its length every step
 
 
@@ -89,9 +92,10 @@ class _Index:
         return sys.getsizeof(self._next_of) + sys.getsizeof(self._before) + keys + self._known * INT_BYTES
 
     @staticmethod
-    def largest(config: NgramConfig, tokens: int) -> int:
-        """`memory_bytes` after so many tokens of which nothing repeats."""
-        keys = tokens * (config.max_n - config.min_n + 1)
+    def expected_bytes(config: NgramConfig, tokens: int) -> int:
+        """`memory_bytes` after so many tokens of ordinary text; at most half as much again."""
+        shares = (DISTINCT[min(n, len(DISTINCT)) - 1] for n in range(config.min_n, config.max_n + 1))
+        keys = int(tokens * sum(shares))
         table = sys.getsizeof(dict.fromkeys(range(keys)))  # as large as Python makes one of so many keys
         return table + sys.getsizeof({}) + keys * _key_bytes(config) + tokens * INT_BYTES
 
@@ -112,8 +116,8 @@ class NgramDrafter(Drafter):
 
     @classmethod
     def predict_memory(cls, config: NgramConfig, target: TargetShape) -> MemoryEstimate:
-        """The most: text that repeats itself has fewer different n-grams."""
-        return MemoryEstimate(tables=target.rows * _Index.largest(config, target.context))
+        """For ordinary text, see `_Index.expected_bytes`."""
+        return MemoryEstimate(tables=target.rows * _Index.expected_bytes(config, target.context))
 
     @property
     def memory_bytes(self) -> int:

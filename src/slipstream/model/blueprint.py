@@ -135,6 +135,7 @@ def _without_data(
             )
     except Exception as error:  # whatever transformers or a checkpoint's own code trips over
         raise ModelError(
-            f"{spec} cannot be built by transformers {__version__} ({first_line(error)}): check its config.json"
+            f"{spec} cannot be built by transformers {__version__} ({first_line(error)}):"
+            " check its config.json"
         ) from error
     return model.eval().requires_grad_(False)  # type: ignore[return-value]

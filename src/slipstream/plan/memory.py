@@ -12,7 +12,6 @@ import torch
 
 from slipstream.core.estimate import MemoryEstimate
 from slipstream.drafters import TargetShape, predict_memory
-from slipstream.errors import ParameterError
 from slipstream.model import memory
 from slipstream.model.blueprint import Blueprint
 from slipstream.model.cache import WIDTH
@@ -66,7 +65,7 @@ class MemoryPlan:
         if self.dtype == "float32":
             ways.append("--dtype bfloat16, which halves the weights")
         if self.drafter.total > self.needed // 20:
-            ways.append("a smaller drafter (ngram and suffix need no model)")
+            ways.append("a drafter that holds less (slipstream drafters)")
         return f"close other programs, or try {', '.join([*ways, 'a smaller model'])}"
 
 
@@ -82,12 +81,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Nothing is downloaded or loaded. context: None is the model's own, which is also the most.
 
-    Raises ParameterError, ModelError, DrafterError for what could not be loaded, as loading would.
+    rows >= 1. Raises ParameterError, ModelError, DrafterError for what could not be loaded, as loading would.
     """
-    if rows < 1:
-        raise ParameterError(f"batch must be at least 1, not {rows}")
-    if context is not None and context < 2:
-        raise ParameterError(f"context must be at least 2 tokens, not {context}")
     shape = Blueprint.of(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     tokens = min(context or shape.runner.context, shape.runner.context)
     chosen = str(shape.dtype).removeprefix("torch.")
