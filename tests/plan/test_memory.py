@@ -32,7 +32,7 @@ from slipstream.model.packed import weight_bytes
 from slipstream.plan import memory
 from slipstream.plan.memory import plan_memory
 from slipstream.testing.heads import save_random_heads
-from slipstream.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
+from slipstream.testing.tiny import save_tiny, tiny_model
 
 VOCAB = 4608
 WIDE = {"vocab_size": VOCAB, "hidden": 256}  # a head large enough to be kept as int8
