@@ -130,7 +130,9 @@ class CrossVocabDrafter(Drafter):
         least = max(self._config.min_confidence, request.budget.stop_below)
         if self._banned is not None and request.params.temperature > 0:
             return SampledChain(depth, least, partial(self._sample, request))
-        return DynamicGrowth(1, depth, depth, least, scored=request.scored)
+        # In text mode the tokens that are handed in are not the ones that have scores.
+        scored = request.scored and self._banned is not None
+        return DynamicGrowth(1, depth, depth, least, scored=scored)
 
     def _sample(self, request: DraftRequest, logits: torch.Tensor, drawn: int) -> tuple[int, torch.Tensor]:
         """A draft token from the law restricted to shared tokens, and that law in target ids, float64 [V].
@@ -149,7 +151,6 @@ class CrossVocabDrafter(Drafter):
             draft = growth.draft(request.root, self.name)
             drafted = (self._to_target[t] for t in draft.tree.tokens[1:])
             return replace(draft, tree=TokenTree.chain(request.root, drafted))
-        # The draft's own tokens have scores; those of the target that spell the same text do not.
         written = self._translator.drafted_text(text, growth.tokens)
         tokens = self._translator.to_target(request.tokens, written)[: request.budget.depth]
         return Draft(TokenTree.chain(request.root, tokens), source=self.name)
