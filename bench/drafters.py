@@ -170,6 +170,7 @@ def measure(
 ) -> None:
     """Fill the log with what it lacks. wanted: setting -> spec; what: conditions of the measurement."""
     console, wanted = Console(stderr=True), dict(wanted)
+    console.print(f"loading {args.target} and what drafts for it", markup=False)
     session = slipstream.load(args.target, dtype=args.dtype)
     workshop = Workshop(session.info, args.draft)
     drafters: dict[str, Drafter] = {}
@@ -192,12 +193,13 @@ def measure(
             for round_, i, name in turns(list(drafters), len(prompts), args.rounds)
         ]
         todo = [name for *_, name, row in plan if row is None]
-        longest = max(encoded, key=len)
-        for name in dict.fromkeys(todo):  # warm-up, with all the memory a setting will need
-            answer(session, drafters[name], longest, min(16, args.max_tokens))
+        console.print(f"warming up {len(set(todo))} settings, {len(todo)} answers to measure")
+        for name in dict.fromkeys(todo):
+            answer(session, drafters[name], min(encoded, key=len), min(16, args.max_tokens))
         learners = [name for name, drafter in drafters.items() if drafter.learns]
         where = {"machine": machine(args.threads), "versions": versions(), "load": os.getloadavg()}
-        log.start({**what, **where, "specs": wanted, "missing": missing})
+        if todo:
+            log.start({**what, **where, "specs": wanted, "missing": missing})
         begun, forgot = -1, set[str]()
         with Progress(console=console) as progress:
             task = progress.add_task("measuring", total=len(todo))

@@ -105,8 +105,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(models: Path, tmp_path: Path
     assert again["rows"] == resumed["rows"]
 
 
-def test_what_a_suffix_drafter_learned_outlives_the_process(models: Path, tmp_path: Path) -> None:
-    """The third prompt is drafted for from the answers to the first two, resumed or not."""
+def test_a_round_does_not_know_the_answers_of_the_round_before(models: Path, tmp_path: Path) -> None:
     alone = bench(models, tmp_path / "alone.json", "--only", "suffix", "--tasks", "edit")
     rows = [r for r in alone["rows"] if r["setting"] == "suffix"]
     assert [r["prompt"] for r in rows] == ["edit/1"]
@@ -115,7 +114,7 @@ def test_what_a_suffix_drafter_learned_outlives_the_process(models: Path, tmp_pa
     )
     first, second = [r for r in twice["rows"] if r["setting"] == "suffix"]
     assert first == rows[0]
-    assert second["counts"] == first["counts"]  # a round does not know the answers of the round before
+    assert second["counts"] == first["counts"]
 
 
 @pytest.mark.parametrize(
