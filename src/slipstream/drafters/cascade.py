@@ -76,8 +76,10 @@ class CascadeDrafter(Drafter):
         lengths = [part.num_speculative_tokens for part in self.parts]
         given = config.num_speculative_tokens
         self.num_speculative_tokens = max(lengths) if given is None else given
-        nodes = max(part.draft_nodes for part in self.parts)
-        self.draft_nodes = max(nodes, *lengths) if nodes and given is None else 0
+        trees = config.mode == "merge" or any(part.draft_nodes for part in self.parts)
+        sizes = [part.draft_nodes or part.num_speculative_tokens for part in self.parts]
+        if trees and given is None:
+            self.draft_nodes = sum(sizes) if config.mode == "merge" else max(sizes)
         self.learns = any(part.learns for part in self.parts)
         wanted = [part.needs for part in self.parts]
         # A part that reads the prompt waits for the first token by itself, so that the others need not.
@@ -105,7 +107,8 @@ class CascadeDrafter(Drafter):
         chosen: dict[int, Draft] = {}
         second: dict[int, Draft] = {}
         for part in self.parts:
-            for draft, request in _ask(part, [r for r in requests if r.seq_id not in chosen]):
+            left = [replace(r, scored=True) for r in requests if r.seq_id not in chosen]
+            for draft, request in _ask(part, left):
                 seq_id = request.seq_id
                 if draft.q is not None or _score(draft) >= self._config.min_score:
                     chosen[seq_id] = draft
@@ -204,7 +207,14 @@ def _merge(one: Draft, other: Draft) -> Draft:
                 path = draft.tree.path_tokens(node)
                 best[path] = max(score, best.get(path, 0.0))
         scores = tuple(best[tree.path_tokens(node)] for node in range(len(tree)))
-    return Draft(tree, scores=scores, source=f"{one.source}+{other.source}")
+    drafted: dict[tuple[int, ...], tuple[str, ...]] = {}
+    for draft in (one, other):
+        for node in range(1, len(draft.tree)):
+            path = draft.tree.path_tokens(node)
+            names = (draft.source,) if draft.sources is None else draft.sources[node]
+            drafted[path] = tuple(dict.fromkeys((*drafted.get(path, ()), *names)))
+    sources = tuple(drafted.get(tree.path_tokens(node), ()) for node in range(len(tree)))
+    return Draft(tree, scores=scores, source=f"{one.source}+{other.source}", sources=sources)
 
 
 def _cut(seen: Observation, needs: Needs) -> Observation:

@@ -139,10 +139,12 @@ class SuffixDrafter(Drafter):
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
             if seen.seq_id in self._rows:
-                self._rows[seen.seq_id].catch_up(seen.tokens, seen.start)
+                # With the next token, so that the last one of an answer is remembered too.
+                told = seen.tokens if seen.next_token is None else (*seen.tokens, seen.next_token)
+                self._rows[seen.seq_id].catch_up(told, seen.start)
 
     def close(self, seq_id: int) -> None:
-        """Frees the row. Its output, but for the last token, which nobody was told, goes to the store."""
+        """Frees the row. Its output goes to the store."""
         row = self._rows.pop(seq_id, None)
         if row is not None and self.store is not None and self._config.remember:
             self.store.add(row.tree.text[row.prompt_length :])

@@ -18,6 +18,7 @@ from slipstream.heads import files
 from slipstream.heads.base import DraftVocab
 from slipstream.heads.eagle import EagleConfig, EagleHead
 from slipstream.heads.medusa import MedusaConfig, MedusaHeads
+from slipstream.model.int8 import SMALLEST, Quantise, int8_bytes
 from slipstream.model.parts import ModelParts
 from slipstream.model.rope import rope_parameters
 
@@ -88,10 +89,18 @@ def open_medusa(
     return config, tensors
 
 
-def loaded_bytes(tensors: Mapping[str, torch.Tensor], vocab: DraftVocab, dtype: torch.dtype) -> int:
+def loaded_bytes(
+    tensors: Mapping[str, torch.Tensor], vocab: DraftVocab, dtype: torch.dtype, quantise: Quantise = "none"
+) -> int:
     """What heads take that are loaded in `dtype`: every tensor of theirs, and the draft vocabulary."""
-    weights = sum(t.numel() for name, t in tensors.items() if name not in ("d2t", "t2d"))
-    return weights * dtype.itemsize + sum(b.nbytes for b in vocab.buffers())
+    weights = sum(
+        int8_bytes(t)
+        if quantise == "int8" and name != "embed_tokens.weight" and t.dim() == 2 and t.numel() >= SMALLEST
+        else t.numel() * dtype.itemsize
+        for name, t in tensors.items()
+        if name not in ("d2t", "t2d")
+    )
+    return weights + sum(b.nbytes for b in vocab.buffers())
 
 
 def _medusa_config(raw: dict[str, Any], tensors: Mapping[str, torch.Tensor], folder: Path) -> MedusaConfig:
