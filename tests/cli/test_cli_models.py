@@ -74,6 +74,9 @@ def test_doctor_checks_a_model(tmp_path):
     folder = save_tiny(tmp_path / "tiny")
     got = run("doctor", str(folder), "--json")
     assert got.exit_code == 0
+    assert json.loads(run("doctor", "--model", str(folder), "--json").stdout)["models"][-1]["path"] == str(
+        folder
+    )
     assert json.loads(got.stdout)["models"][-1]["path"] == str(folder)
     os.truncate(folder / "model.safetensors", 100)
     got = run("doctor", str(folder))
@@ -143,6 +146,7 @@ def test_doctor_says_what_it_does_not_know(tmp_path):
         (["--drafter", "medusa:heads=./nowhere"], "there is no folder"),
         (["some/where", "--drafter", "ngram"], "some/where is not on this machine"),
         (["--drafter", "ngram", "--dtype", "int3"], "dtype must be"),
+        (["one", "--model", "other"], "two models were named, one and other"),
         (["--batch", "0"], "batch must be at least 1"),
         (["--context", "1"], "context must be at least 2"),
     ],
