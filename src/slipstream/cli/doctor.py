@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(
+        typer.Option(
             help=f"Also check this model; nothing is downloaded. With --drafter by default {DEFAULT_MODEL}.",
             show_default=False,
         ),
