@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.doctor import doctor
-from slipstream.cli.drafters import drafters
+from slipstream.cli.drafters import controllers, drafters
 from slipstream.cli.models import models
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
@@ -30,6 +30,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "pull": pull,
     "models": models,
     "drafters": drafters,
+    "controllers": controllers,
     "doctor": doctor,
 }
 GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {

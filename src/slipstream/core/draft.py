@@ -11,12 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from slipstream.core.estimate import MemoryEstimate
 from slipstream.core.params import SamplingParams
 from slipstream.core.stats import SourceCounts
 from slipstream.core.tree import TokenTree
+
+if TYPE_CHECKING:  # a mistyped drafter is refused before torch is imported, which takes seconds
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +200,18 @@ class Drafter(ABC):
     def close(self, seq_id: int) -> None:  # noqa: B027
         """The row is finished or cancelled; free what it held. Unknown ids are ignored."""
 
+    @classmethod
+    def predict_memory(cls, config: Any, target: Any) -> MemoryEstimate:
+        """What a drafter of this config (of `Config`) will hold, told before anything is loaded.
+
+        target is a `slipstream.drafters.base.TargetShape`. Raises as building the drafter would, where that
+        can be known.
+        """
+        return MemoryEstimate(unknown=f"the drafter {cls.name!r} does not tell what it will hold")
+
     @property
     def memory_bytes(self) -> int:
-        """Weights and caches held now, beyond the target's own."""
+        """Weights, caches and tables held now, beyond the target's own; what `predict_memory` predicts."""
         return 0
 
     def shutdown(self) -> None:  # noqa: B027

@@ -15,6 +15,12 @@ from slipstream.drafters._model_growth import Reading
 from slipstream.model.runner import CHUNK, Runner
 
 
+def tokens_held(context: int, depth: int, width: int = 1) -> int:
+    """The most a slot holds at once: the row of up to `context` tokens, all but those that `depth` levels
+    below it may still become, and the nodes of all levels but the last, which is not computed."""
+    return context - 1 - depth + width * (depth - 1) if depth else 0
+
+
 @dataclass
 class _Row:
     """Tokens committed to the slot, and the last draft, whose computed nodes lie behind them."""

@@ -14,14 +14,16 @@ from typing import Literal
 
 from slipstream.core.draft import Budget
 from slipstream.core.spec import parse_specs
-from slipstream.drafters import build_drafter
+from slipstream.drafters import build_drafter, check_spec, predict_memory
 from slipstream.drafters.base import (
     Draft,
     Drafter,
     DraftRequest,
+    MemoryEstimate,
     Needs,
     Observation,
     TargetInfo,
+    TargetShape,
     empty_draft,
 )
 from slipstream.errors import ParameterError
@@ -53,6 +55,8 @@ class CascadeConfig:
             raise ParameterError("cascade needs num_speculative_tokens of 0 or more")
         if not self.min_score >= 0:
             raise ParameterError(f"cascade:min_score must be 0 or more, not {self.min_score}")
+        for spec in self.specs:
+            check_spec(spec)
 
     @property
     def specs(self) -> list[str]:
@@ -85,6 +89,10 @@ class CascadeDrafter(Drafter):
             node_logits=any(n.node_logits for n in wanted),
             reads_prompt=all(n.reads_prompt for n in wanted),
         )
+
+    @classmethod
+    def predict_memory(cls, config: CascadeConfig, target: TargetShape) -> MemoryEstimate:
+        return sum((predict_memory(spec, target) for spec in config.specs), MemoryEstimate())
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:
         for part in self.parts:

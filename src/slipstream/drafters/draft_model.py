@@ -19,10 +19,20 @@ import torch
 from slipstream.core.noise import Purpose
 from slipstream.drafters._growth import DynamicGrowth, Growth, SampledChain
 from slipstream.drafters._model_growth import Reading, grow_with
-from slipstream.drafters._own_cache import OwnCache
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, Needs, TargetInfo, empty_draft
+from slipstream.drafters._own_cache import OwnCache, tokens_held
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    Needs,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 from slipstream.errors import ParameterError
 from slipstream.logits.warp import warped_law
+from slipstream.model.blueprint import Blueprint
 from slipstream.model.int8 import Quantise, prepare_linears, require_int8
 from slipstream.model.load import load
 from slipstream.model.runner import Runner
@@ -89,6 +99,19 @@ class ModelDrafter(Drafter):
             prepare_linears(runner.model, config.quantise)
         self._runner = runner
         self._cache = OwnCache(runner)
+
+    @classmethod
+    def predict_memory(cls, config: DraftModelConfig, target: TargetShape) -> MemoryEstimate:
+        if config.quantise == "int8":
+            require_int8(target.device)
+        dtype = config.dtype if config.dtype != "auto" else target.dtype
+        shape = Blueprint.of(
+            config.model, dtype=dtype, device=target.device, trust_remote_code=target.trust_remote_code
+        )
+        weights = shape.weight_bytes(quantised=config.quantise == "int8")
+        length = min(target.context, shape.runner.context)
+        tokens = tokens_held(length, config.num_speculative_tokens, config.width)
+        return MemoryEstimate(weights, shape.cache_bytes(tokens, target.rows), notes=shape.notes)
 
     @property
     def runner(self) -> Runner:

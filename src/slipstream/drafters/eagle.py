@@ -20,10 +20,21 @@ import torch
 from slipstream.core.choices import choices_of
 from slipstream.drafters._growth import ROOT, DynamicGrowth, Growth, Level, StaticGrowth, grow
 from slipstream.drafters._head_runner import HeadRunner
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, Observation, TargetInfo, empty_draft
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    Observation,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 from slipstream.errors import ParameterError
+from slipstream.heads.base import DraftVocab
 from slipstream.heads.eagle import EagleHead
-from slipstream.heads.io import AuxConvention, load_eagle
+from slipstream.heads.io import AuxConvention, load_eagle, loaded_bytes, open_eagle
+from slipstream.model.cache import columns
 from slipstream.model.int8 import Quantise, prepare_linears
 from slipstream.model.pack import PackRow
 from slipstream.model.parts import ModelParts
@@ -111,14 +122,36 @@ class EagleDrafter(Drafter):
         )
         self._rows: dict[int, _Row] = {}
 
+    @classmethod
+    def predict_memory(cls, config: EagleDrafterConfig, target: TargetShape) -> MemoryEstimate:
+        dtype = target.model.dtype
+        head, tensors = open_eagle(
+            Path(config.heads).expanduser(), ModelParts.of(target.model.model), aux=config.aux_layers
+        )
+        vocab = DraftVocab(head.vocab_size, head.draft_vocab_size)
+        weights = loaded_bytes(tensors, vocab, dtype, config.quantise)
+        own = tensors.get("embed_tokens.weight")
+        if own is not None and target.model.has_embedding(own):
+            weights -= own.numel() * dtype.itemsize  # `share_embedding`
+        depth, computed = config.num_speculative_tokens, config.top_k * (config.num_speculative_tokens - 1)
+        if config.choices:
+            choices = choices_of(config.choices)
+            depth, computed = choices.depth, len(choices.inner) - 1
+        column = 2 * head.num_layers * head.num_key_value_heads * head.head_dim  # keys and values
+        cache = column * columns(target.context - 2 - depth + computed) if depth else 0
+        features = head.target_hidden_size * max(1, len(head.aux_layers))
+        waiting = (depth + 1) * features + head.hidden_size
+        rows = target.rows * dtype.itemsize
+        return MemoryEstimate(weights, rows * cache, rows * waiting)
+
     @property
     def runner(self) -> HeadRunner:
         return self._runner
 
     @property
     def memory_bytes(self) -> int:
-        waiting = sum(f.nbytes for row in self._rows.values() for f in row.features)
-        return self._runner.memory_bytes + waiting
+        held = [f for row in self._rows.values() for f in (*row.features, row.tip) if f is not None]
+        return self._runner.memory_bytes + sum(f.nbytes for f in held)
 
     # -- what the target computed ---------------------------------------------------------------
 

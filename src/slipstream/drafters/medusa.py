@@ -25,9 +25,20 @@ from torch import nn
 
 from slipstream.core.choices import Choices, best_tree, choices_of, full_tree, read_accuracies
 from slipstream.drafters._growth import Level, StaticGrowth, grow, likeliest
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, Needs, Observation, TargetInfo, empty_draft
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    Needs,
+    Observation,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 from slipstream.errors import ParameterError
-from slipstream.heads.io import load_medusa
+from slipstream.heads.base import DraftVocab
+from slipstream.heads.io import load_medusa, loaded_bytes, open_medusa
 from slipstream.heads.medusa import LMHead, MedusaHeads
 from slipstream.model.int8 import Quantise, prepare_linears
 from slipstream.model.pack import pad_rows
@@ -111,6 +122,17 @@ class MedusaDrafter(Drafter):
         self.draft_nodes = len(self._choices)
         self._config = config
         self._states: dict[int, _State] = {}
+
+    @classmethod
+    def predict_memory(cls, config: MedusaDrafterConfig, target: TargetShape) -> MemoryEstimate:
+        dtype = target.model.dtype
+        heads, tensors = open_medusa(Path(config.heads).expanduser(), ModelParts.of(target.model.model))
+        vocab = DraftVocab(heads.vocab_size, heads.draft_vocab_size)
+        weights = loaded_bytes(tensors, vocab, dtype, config.quantise)
+        if heads.output == "target" and vocab.reduced:
+            rows = torch.empty(vocab.size, heads.hidden_size, dtype=dtype, device="meta")
+            weights += loaded_bytes({"rows": rows}, DraftVocab(heads.vocab_size), dtype, config.quantise)
+        return MemoryEstimate(weights, tables=target.rows * heads.hidden_size * dtype.itemsize)
 
     @property
     def choices(self) -> Choices:

@@ -19,14 +19,17 @@ from slipstream.drafters.base import (
     Draft,
     Drafter,
     DraftRequest,
+    MemoryEstimate,
     Needs,
     Observation,
     TargetInfo,
+    TargetShape,
     TokenTree,
     empty_draft,
 )
 from slipstream.errors import ParameterError
 
+_ID = np.dtype(np.int32)
 # What share of tokens is the successor of each rank, as far as the default shape assumes; later ranks halve.
 RANKS = (0.5, 0.14, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)
 
@@ -83,8 +86,13 @@ class RecycleDrafter(Drafter):
         self.num_speculative_tokens, self.draft_nodes = self._shape.depth, len(self._shape)
         self._clear()
 
+    @classmethod
+    def predict_memory(cls, config: RecycleConfig, target: TargetShape) -> MemoryEstimate:
+        row = min(config.k, target.vocab_size) * _ID.itemsize + np.dtype(np.bool_).itemsize
+        return MemoryEstimate(tables=target.vocab_size * row)
+
     def _clear(self) -> None:
-        self._table = np.full((self._vocab, self._k), -1, dtype=np.int32)  # [V, k], -1 is unknown
+        self._table = np.full((self._vocab, self._k), -1, dtype=_ID)  # [V, k], -1 is unknown
         self._computed = np.zeros(self._vocab, dtype=np.bool_)  # [V] the row is from logits
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from slipstream.drafters._growth import DynamicGrowth
 from slipstream.drafters._model_growth import Reading, grow_with
 from slipstream.drafters._tuned import load_tuned
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, TargetInfo, empty_draft
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 from slipstream.errors import DrafterError, ParameterError
 from slipstream.model.skip import SkipSet, Thinnable
 
@@ -89,6 +97,11 @@ class SelfSpecDrafter(Drafter):
             self.draft_nodes = config.nodes or config.width * depth
         self._width = config.width
         self._vocab = min(target.vocab_size, self._runner.vocab_size)
+
+    @classmethod
+    def predict_memory(cls, config: SelfSpecConfig, target: TargetShape) -> MemoryEstimate:
+        """Nothing: it has the target's weights and cache."""
+        return MemoryEstimate()
 
     @property
     def cost(self) -> float:

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 
 from slipstream.drafters._suffix_guess import Guess, Limits, best_guess
 from slipstream.drafters._suffix_store import SuffixStore, vocabulary_digest
-from slipstream.drafters._suffix_tree import GrowingTree
+from slipstream.drafters._suffix_tree import GrowingTree, expected_bytes
 from slipstream.drafters.base import (
     Draft,
     Drafter,
     DraftRequest,
+    MemoryEstimate,
     Observation,
     TargetInfo,
+    TargetShape,
     TokenTree,
     empty_draft,
 )
@@ -98,6 +100,15 @@ class SuffixDrafter(Drafter):
             )
         self.store = store
         self._rows: dict[int, _Row] = {}
+
+    @classmethod
+    def predict_memory(cls, config: SuffixConfig, target: TargetShape) -> MemoryEstimate:
+        """With a full store; what a text takes depends on it, see `_suffix_tree.expected_bytes`."""
+        kept = config.max_tokens if config.remember and config.max_requests else 0
+        rows = target.rows * expected_bytes(target.context)
+        note = f"suffix trees: {expected_bytes(1)} bytes a token, up to an eighth more or less by the text"
+        full = f", the store with all its {kept} tokens" if kept else ""
+        return MemoryEstimate(tables=rows + expected_bytes(kept), notes=(note + full,))
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:
         self._rows[seq_id] = row = self._new_row(len(prompt))

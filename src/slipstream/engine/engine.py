@@ -97,6 +97,7 @@ class Engine:
         built = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
         self.runner.tap(drafter.needs)
         self.drafter, self.controller = drafter, built
+        self.drafter_peak_bytes = 0  # the most it has held when a sequence ended: until then rows only grow
 
     def add(
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
@@ -365,6 +366,7 @@ class Engine:
         self._scheduler.retire(sequence)
         self._pipelines.pop(sequence.id, None)
         self.runner.cache.close(sequence.id)
+        self.drafter_peak_bytes = max(self.drafter_peak_bytes, self.drafter.memory_bytes)
         self.drafter.close(sequence.id)
         self.controller.forget(sequence.id)
         if sequence.group is not None and self._read_groups.get(sequence.group) == sequence.id:
