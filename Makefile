@@ -24,8 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP)  ## Make .venv with everything in it
 
 demo: $(STAMP)  ## Download a real model pair once, and see it answer faster with the same tokens
-	@$(BIN)/slipstream pull $(TARGET)
-	@$(BIN)/slipstream pull $(DRAFT)
+	@$(BIN)/slipstream pull $(TARGET) $(DRAFT)
 	$(BIN)/slipstream run --compare --model $(TARGET) --drafter draft_model:model=$(DRAFT) --temperature 0 --max-tokens 128 \
 		"Write a Python class for a stack with push, pop and peek, with type hints and docstrings."
 
@@ -33,8 +32,7 @@ test: $(STAMP)  ## All tests that need no download (a few minutes on two cores)
 	$(BIN)/python -m pytest -q -n 2 -m "not real and not gpu"
 
 test-real: $(STAMP)  ## The tests on the real pair (about half an hour on two cores)
-	@$(BIN)/slipstream pull $(TARGET)
-	@$(BIN)/slipstream pull $(DRAFT)
+	@$(BIN)/slipstream pull $(TARGET) $(DRAFT)
 	$(BIN)/python -m pytest -q -m real tests/real
 
 check: $(STAMP)  ## Lint, format check and strict types
