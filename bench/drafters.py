@@ -111,21 +111,21 @@ class Workshop:
 
 
 def answer(session: slipstream.Session, drafter: Drafter, ids: Sequence[int], max_tokens: int) -> Row:
-    """One greedy answer, step by step, so that the memory can be read between the clock's runs.
+    """One greedy answer, step by step, so that the first draft can be told from the others.
 
     first_draft: the drafter's seconds until its first draft was there, in which it may read the prompt, and
     the tokens of that draft. memory: the most bytes the drafter held beyond the target.
     """
     engine = session.engine
     engine.set_drafter(drafter)
-    before, seconds, memory, first = engine.seconds.copy(), 0.0, 0, None
+    engine.drafter_peak_bytes = 0
+    before, seconds, first = engine.seconds.copy(), 0.0, None
     (row,) = session.submit(ids, SamplingParams(max_tokens=max_tokens))
     try:
         while not row.finished:
             clock = time.perf_counter()
             engine.step()
             seconds += time.perf_counter() - clock
-            memory = max(memory, drafter.memory_bytes)
             if first is None and row.counts.drafts:
                 spent = (engine.seconds - before).drafter
                 first = {"seconds": spent, "tokens": row.counts.draft_tokens}
@@ -139,7 +139,7 @@ def answer(session: slipstream.Session, drafter: Drafter, ids: Sequence[int], ma
         "parts": asdict(engine.seconds - before),
         "counts": asdict(row.counts),
         "first_draft": first,
-        "memory": memory,
+        "memory": engine.drafter_peak_bytes,
     }
 
 
@@ -151,9 +151,10 @@ def remind(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> No
 
     All but the logits: what is learned from them is lost with the process.
     """
-    told = ((0, prompt[:-1]), (len(prompt) - 1, (prompt[-1], *output[:-1])))
+    read, made = tuple(prompt[:-1]), (prompt[-1], *output[:-1])
     drafter.open(REMINDED, prompt)
-    drafter.observe([Observation(REMINDED, start, tuple(tokens)) for start, tokens in told])
+    drafter.observe([Observation(REMINDED, 0, read, next_token=prompt[-1])])
+    drafter.observe([Observation(REMINDED, len(read), made, next_token=output[-1])])
     drafter.close(REMINDED)
 
 
