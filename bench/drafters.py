@@ -151,10 +151,9 @@ def remind(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> No
 
     All but the logits: what is learned from them is lost with the process.
     """
-    read, made = tuple(prompt[:-1]), (prompt[-1], *output[:-1])
+    told = ((0, prompt), (len(prompt) - 1, (prompt[-1], *output)))
     drafter.open(REMINDED, prompt)
-    drafter.observe([Observation(REMINDED, 0, read, next_token=prompt[-1])])
-    drafter.observe([Observation(REMINDED, len(read), made, next_token=output[-1])])
+    drafter.observe([Observation(REMINDED, at, tuple(t[:-1]), next_token=t[-1]) for at, t in told])
     drafter.close(REMINDED)
 
 
