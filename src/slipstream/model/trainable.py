@@ -78,8 +78,8 @@ class Trainable:
         ours = self.logits(self.states(tokens)[0])
         if not torch.allclose(theirs.float(), ours.float(), rtol=1e-2, atol=1e-2):
             raise ModelError(
-                f"{type(model).__name__} does more to its logits than Slipstream knows, so it cannot be trained"
-                " as a draft; choose another draft model"
+                f"{type(model).__name__} does more to its logits than Slipstream knows, so it cannot be"
+                " trained as a draft; choose another draft model"
             )
 
     @contextmanager

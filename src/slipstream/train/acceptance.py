@@ -38,7 +38,7 @@ class Acceptance:
 
     @property
     def tau(self) -> float:
-        """Expected tokens a target pass, bonus included: 1 + sum over depths of the product of `conditional`."""
+        """Expected tokens a target pass, bonus included: 1 + the running products of `conditional`."""
         total, path = 1.0, 1.0
         for rate in self.conditional:
             path *= rate

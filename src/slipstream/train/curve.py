@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.model.store import write_atomic
 from slipstream.train.acceptance import Acceptance
+
+
+def installed(name: str) -> bool:
+    """Whether an optional package is there (extra `train`)."""
+    return find_spec(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +79,11 @@ class Curve:
     def write(self, folder: Path) -> None:
         """curve.json, and curve.png where matplotlib is installed."""
         write_atomic(folder / "curve.json", json.dumps(self.to_json()) + "\n")
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError:
+        if not installed("matplotlib"):
             return
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)
         loss = figure.subplots()
@@ -108,10 +114,10 @@ class Scalars:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._writer: Any = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
+        if not installed("tensorboard"):
             return
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def step(self, seen: Seen) -> None:

@@ -74,7 +74,7 @@ class MedusaMethod(Method):
         return {"loss": (each * weights).sum(), **parts}
 
     def aligned(self, batch: Batch) -> torch.Tensor:
-        """What head k should say at every position, in the draft vocabulary, [B, T, K]; IGNORE for nothing."""
+        """What head k should say at every position, as draft ids [B, T, K]; IGNORE for nothing."""
         shape = (*batch.tokens.shape, self.depth)
         labels = torch.full(shape, IGNORE, device=batch.tokens.device)
         for k in range(self.depth):

@@ -54,9 +54,9 @@ class Method(nn.Module, ABC):
     def ranks(self, batch: Batch) -> torch.Tensor:
         """How good the guesses are, int64 [B, T, depth].
 
-        Entry [b, r, d]: if the token at r is the root and the true tokens behind it were drafted up to depth d,
-        the rank of the true token r + 1 + d among the next guesses; RANKS if it is not among the first,
-        or if there is no such token.
+        Entry [b, r, d]: if the token at r is the root and the true tokens behind it were drafted up to depth
+        d, the rank of the true token r + 1 + d among the next guesses; RANKS if it is not among the
+        first, or if there is no such token.
         """
 
     @abstractmethod

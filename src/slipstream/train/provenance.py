@@ -1,4 +1,4 @@
-"""Where a drafter comes from: versions, arguments, target, data and hashes, in `slipstream.json` beside it."""
+"""Where a drafter comes from: `slipstream.json` beside it, with versions, arguments, target, data, hashes."""
 
 from __future__ import annotations
 
