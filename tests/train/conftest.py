@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from slipstream.core.draft import Needs
 from slipstream.core.params import SamplingParams
+from slipstream.drafters import build_drafter
+from slipstream.drafters.base import TargetInfo
 from slipstream.engine.engine import Engine
 from slipstream.model.parts import ModelParts
 from slipstream.model.runner import Runner
@@ -106,7 +108,9 @@ def written_samples(
 ) -> list[Sample]:
     """Prompts with the target's own greedy answers, through the engine."""
     samples = []
-    with Engine(Runner(model, pack=False)) as engine:
+    runner = Runner(model, pack=False)
+    info = TargetInfo(runner.vocab_size, runner.context)
+    with Engine(runner, build_drafter("none", info)) as engine:
         for prompt in prompts:
             row = engine.find(
                 engine.add(list(prompt), SamplingParams(temperature=0.0, max_tokens=max_tokens))

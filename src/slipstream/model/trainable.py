@@ -94,7 +94,8 @@ class Trainable:
         """A checkpoint folder in the dtype the model came in, adapters merged; the model stays as it is."""
         saved = self.model
         if self._lora:
-            saved = copy.deepcopy(self.model).merge_and_unload()  # type: ignore[operator]
+            with quiet():
+                saved = copy.deepcopy(self.model).merge_and_unload()  # type: ignore[operator]
         state = {k: v.detach().to("cpu", self._dtype) for k, v in saved.state_dict().items()}
         with quiet():
             saved.save_pretrained(folder, state_dict=state, safe_serialization=True)  # type: ignore[operator]
@@ -108,7 +109,8 @@ class Trainable:
 
 def _with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
     try:
-        from peft import LoraConfig, TaskType, get_peft_model
+        with quiet():
+            from peft import LoraConfig, TaskType, get_peft_model
     except ImportError:
         raise ModelError("LoRA needs the package peft: pip install 'slipstream-lm[train]'") from None
     config = LoraConfig(
@@ -118,7 +120,8 @@ def _with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:
         lora_dropout=0.0,  # a run that is resumed must repeat itself
         target_modules="all-linear",  # the LM head is not among them
     )
-    adapted: nn.Module = get_peft_model(model, config)
+    with quiet():
+        adapted: nn.Module = get_peft_model(model, config)
     return adapted
 
 

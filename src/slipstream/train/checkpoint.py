@@ -51,7 +51,7 @@ class Checkpoints:
     def save(
         self, step: int, method: Method, optimizer: torch.optim.Optimizer, progress: Mapping[str, Any]
     ) -> Path:
-        """Write one, whole or not at all, and drop all but the last `KEPT`. CapacityError: the disk is full."""
+        """Write one, whole or not at all; all but the last `KEPT` go. CapacityError: the disk is full."""
         weights = {name: p.detach() for name, p in method.trained().items()}
         moments = _moments(method, optimizer)
         needed = sum(t.nbytes for t in (*weights.values(), *moments.values()))

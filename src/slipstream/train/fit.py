@@ -85,6 +85,7 @@ def fit(
     checkpoints = Checkpoints(out / "checkpoints")
     if restart:
         checkpoints.remove()
+    _clear(out)
     identity = {
         "kind": method.name,
         "target_fingerprint": target.fingerprint,
@@ -263,6 +264,15 @@ class _Run:
             f" {self.step + 1}; {kept}. Train again with --restart and a lower --lr (it was"
             f" {self._settings.lr:g}), a longer --warmup, or --precision fp32"
         )
+
+
+def _clear(out: Path) -> None:
+    """Remove what a killed run left half-written."""
+    for leftover in (*out.glob("*.partial"), *out.glob("*.partial.png")):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def _total(source: Source, settings: FitSettings) -> int:
