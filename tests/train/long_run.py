@@ -8,15 +8,14 @@ import torch
 from slipstream.model.parts import ModelParts
 from slipstream.testing.heads import random_eagle
 from slipstream.testing.tiny import tiny_model
-from slipstream.train import curve
 from slipstream.train.eagle import EagleMethod
 from slipstream.train.fit import fit
 from slipstream.train.provenance import TargetNote
 from slipstream.train.settings import FitSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from train.conftest import TinySource  # type: ignore[import-not-found]
 from train.test_methods import samples  # type: ignore[import-not-found]
+from train.tiny_source import TinySource  # type: ignore[import-not-found]
 
 
 def run(folder: Path) -> None:
@@ -28,10 +27,10 @@ def run(folder: Path) -> None:
         folder,
         FitSettings(lr=1e-3, steps=120, batch_size=2, checkpoint_every=10, measure_every=25),
         TargetNote("tiny", parts.fingerprint),
+        draw=False,
     )
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    curve.installed = lambda name: False
     run(Path(sys.argv[1]))

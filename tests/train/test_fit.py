@@ -32,9 +32,9 @@ from slipstream.train.provenance import TargetNote
 from slipstream.train.samples import Batch
 from slipstream.train.settings import FitSettings
 
-from .conftest import TinySource, quick_fit
 from .long_run import run
 from .test_methods import samples
+from .tiny_source import TinySource, quick_fit
 
 V = 24
 SETTINGS = FitSettings(lr=1e-2, steps=10, batch_size=2, checkpoint_every=3, measure_every=4)
@@ -222,7 +222,6 @@ def test_a_full_disk_leaves_what_was_there(
         quick_fit(medusa(model), source, tmp_path, SETTINGS)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
     monkeypatch.undo()
-    monkeypatch.setattr("slipstream.train.curve.installed", lambda name: False)
 
     def no_room(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -231,7 +230,6 @@ def test_a_full_disk_leaves_what_was_there(
     with pytest.raises(CapacityError, match="disk is full"):
         quick_fit(medusa(model), source, tmp_path, SETTINGS)
     monkeypatch.undo()
-    monkeypatch.setattr("slipstream.train.curve.installed", lambda name: False)
     assert quick_fit(medusa(model), source, tmp_path, SETTINGS).step == 10
 
 
@@ -291,14 +289,13 @@ def test_the_note_beside_the_drafter_says_where_it_is_from(
 
 
 def test_curves_are_drawn_where_the_packages_are(
-    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, source: TinySource, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr("slipstream.train.curve.installed", lambda name: True)
-    fitted = quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    fitted = quick_fit(medusa(model), source, tmp_path, SETTINGS, draw=True)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -28,7 +28,7 @@ from slipstream.train.medusa import MedusaMethod
 from slipstream.train.method import RANKS, Method, labels
 from slipstream.train.samples import Batch, Sample
 
-from .conftest import TinySource, collate, quick_fit, ruled_samples
+from .tiny_source import TinySource, collate, quick_fit, ruled_samples
 
 V = 24
 

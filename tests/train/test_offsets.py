@@ -29,7 +29,7 @@ from slipstream.train.losses import IGNORE
 from slipstream.train.medusa import MedusaMethod
 from slipstream.train.samples import Batch
 
-from .conftest import TinySource, quick_fit, ruled_samples
+from .tiny_source import TinySource, quick_fit, ruled_samples
 
 V = 24
 HEADS = 3

@@ -56,6 +56,7 @@ class Acceptance:
     def to_json(self) -> dict[str, Any]:
         return {
             "tau": self.tau,
+            "walked_tau": self.tokens / self.rounds if self.rounds else 0.0,
             "rounds": self.rounds,
             "tokens": self.tokens,
             "offered": self.offered,
@@ -85,7 +86,7 @@ def measure(method: Method, batches: Iterable[Batch]) -> Acceptance:
     tree = method.tree(found.accuracies)
     for ranks, loss in seen:
         for begin, end in answers(loss):
-            _walk(found, ranks, begin, end, tree)
+            _walk(found, ranks, begin, end, tree, method.reads_prompt)
     return found
 
 
@@ -107,16 +108,22 @@ def _count(found: Acceptance, ranks: torch.Tensor, loss: torch.Tensor) -> None:
             found.right[depth][rank] += counts[rank]
 
 
-def _walk(found: Acceptance, ranks: torch.Tensor, begin: int, end: int, tree: Choices | None) -> None:
-    """One answer: its first token comes with the prompt's pass and is the first root."""
+def _walk(
+    found: Acceptance, ranks: torch.Tensor, begin: int, end: int, tree: Choices | None, reads_prompt: bool
+) -> None:
+    """One answer. The first root is the prompt's last token; what is drafted for it needs a state before
+    it, and nothing is drafted by a drafter that has yet to read the prompt."""
     paths = None if tree is None else frozenset(tree.paths)
-    rows = ranks[begin:end].tolist()
-    root = begin
+    rows = ranks.tolist()
+    root = begin - 1
     while root < end - 1:
         taken = 0
-        for depth in range(min(ranks.shape[1], end - 1 - root)):
+        deepest = min(ranks.shape[1], end - 1 - root)
+        if root < begin and (reads_prompt or root < 1):
+            deepest = 0
+        for depth in range(deepest):
             found.offered[depth] += 1
-            path = tuple(rows[root - begin][: depth + 1])
+            path = tuple(rows[root][: depth + 1])
             if not (path in paths if paths is not None else path[-1] == 0):
                 break
             found.accepted[depth] += 1

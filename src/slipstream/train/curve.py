@@ -76,10 +76,10 @@ class Curve:
     def from_json(cls, value: Mapping[str, Any]) -> Curve:
         return cls([float(x) for x in value["losses"]], list(value["measured"]))
 
-    def write(self, folder: Path) -> None:
-        """curve.json, and curve.png where matplotlib is installed."""
+    def write(self, folder: Path, draw: bool = True) -> None:
+        """curve.json, and with `draw` curve.png where matplotlib is installed."""
         write_atomic(folder / "curve.json", json.dumps(self.to_json()) + "\n")
-        if not installed("matplotlib"):
+        if not (draw and installed("matplotlib")):
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -110,11 +110,11 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 class Scalars:
-    """TensorBoard scalars, if tensorboard is installed; else nothing."""
+    """TensorBoard scalars in a folder; nothing without one, or where tensorboard is not installed."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path | None, step: int) -> None:
         self._writer: Any = None
-        if not installed("tensorboard"):
+        if folder is None or not installed("tensorboard"):
             return
         from torch.utils.tensorboard import SummaryWriter
 

@@ -27,6 +27,7 @@ class DraftMethod(Method):
     """The draft at position t against the target's token (SFT) or law (distances) of position t + 1."""
 
     name = "draft"
+    reads_prompt = True
 
     def __init__(
         self,

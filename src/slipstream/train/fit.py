@@ -73,11 +73,13 @@ def fit(
     arguments: Mapping[str, Any] | None = None,
     watch: Watch | None = None,
     restart: bool = False,
+    draw: bool = True,
 ) -> Fitted:
     """Train, resuming what lies in out/checkpoints, and write the drafter to `out`.
 
     arguments: what else decides the result (loss, sizes); kept and compared on resuming. restart: throw
-    earlier checkpoints away. Raises TrainingError for no data, another run's checkpoint, or a loss
+    earlier checkpoints away. draw: TensorBoard scalars and a picture of the curve, where their packages
+    are installed. Raises TrainingError for no data, another run's checkpoint, or a loss
     that is no number; CapacityError for memory or disk. Whatever happens, the last good checkpoint stays.
     """
     total = _total(source, settings)
@@ -95,7 +97,9 @@ def fit(
         "data": _digest(source.manifest),
     }
     with _accelerated(settings) as accelerator:
-        run = _Run(method, source, out, settings, checkpoints, identity, watch or Unwatched(), accelerator)
+        run = _Run(
+            method, source, out, settings, checkpoints, identity, watch or Unwatched(), accelerator, draw
+        )
         stopped, acceptance = run.go(total)
     fitted = Fitted(out, run.step, total, run.tokens, run.seconds, run.curve, acceptance, stopped)
     note = provenance(
@@ -123,10 +127,11 @@ class _Run:
         identity: Mapping[str, Any],
         watch: Watch,
         accelerator: Any,
+        draw: bool,
     ) -> None:
         self._method, self._source, self._out, self._settings = method, source, out, settings
         self._checkpoints, self._identity, self._watch = checkpoints, identity, watch
-        self._accelerator = accelerator
+        self._accelerator, self._draw = accelerator, draw
         self.step = self.tokens = 0
         self.seconds = 0.0
         self.curve = Curve()
@@ -155,7 +160,7 @@ class _Run:
         """All steps that are left, then the last measurement and checkpoint."""
         settings = self._settings
         batches = self._batches()
-        scalars = Scalars(self._out / "tensorboard", self.step)
+        scalars = Scalars(self._out / "tensorboard" if self._draw else None, self.step)
         begun, seconds, tokens, first = time.perf_counter(), self.seconds, self.tokens, self.step
         stopped: Stopped = "done"
         self._watch.begin(self.step, total)
@@ -238,7 +243,7 @@ class _Run:
         progress |= {"curve": self.curve.to_json(), "identity": self._identity}
         self._checkpoints.save(self.step, self._method, self._raw, progress)
         with writing(self._out):
-            self.curve.write(self._out)
+            self.curve.write(self._out, self._draw)
 
     def _batches(self) -> Iterator[Batch]:
         """Training batches from where the run stands, epoch after epoch."""

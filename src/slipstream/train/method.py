@@ -30,12 +30,14 @@ class Wanted:
 class Method(nn.Module, ABC):
     """A drafter in training. Its own parameters that require gradients are trained, nothing else.
 
-    depth: how many tokens ahead it is measured. changes_target: the result comes with a target of its
-    own, and is lossless for that one only.
+    depth: how many tokens ahead it is measured. reads_prompt: it drafts nothing until it has read the prompt
+    itself (`core.draft.Needs`). changes_target: the result comes with a target of its own, and is
+    lossless for that one only.
     """
 
     name: str = ""
     depth: int = 1
+    reads_prompt: bool = False
     changes_target: bool = False
 
     @property

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -132,10 +131,4 @@ def quick_fit(
     method: Method, source: TinySource, out: Path, settings: FitSettings = QUICK, **rest: Any
 ) -> Fitted:
     target = TargetNote("tiny", ModelParts.of(source.model).fingerprint)
-    return fit(method, source, out, settings, target, **rest)
-
-
-@pytest.fixture(autouse=True)
-def _no_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard and matplotlib cost seconds to import; one test asks for them by itself."""
-    monkeypatch.setattr("slipstream.train.curve.installed", lambda name: False)
+    return fit(method, source, out, settings, target, **{"draw": False, **rest})
