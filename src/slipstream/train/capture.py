@@ -23,7 +23,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Captured:
     """What is captured of every token: the residual streams after these layers, the state that enters the
     LM head, and the top_k best logits (0: none)."""
 
@@ -36,8 +36,9 @@ class Wanted:
             raise ParameterError(f"layers must be distinct numbers from 0, not {list(self.hidden_layers)}")
         if self.top_k < 0:
             raise ParameterError(f"top_k must be 0 (no logits) or more, not {self.top_k}")
-        if not (self.hidden_layers or self.last_hidden or self.top_k):
-            raise ParameterError("nothing is to be captured: ask for layers, the last state, or logits")
+
+    def __bool__(self) -> bool:
+        return bool(self.hidden_layers or self.last_hidden or self.top_k)
 
     @property
     def needs(self) -> Needs:
@@ -61,7 +62,7 @@ class Wanted:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Wanted:
+    def from_json(cls, value: Mapping[str, Any]) -> Captured:
         return cls(tuple(value["hidden_layers"]), value["last_hidden"], value["top_k"])
 
 
@@ -82,14 +83,16 @@ class Captor:
 
     runner: Runner
     vocab_size: int
-    wanted: Wanted
+    captured: Captured
     _before: Needs = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.wanted.top_k > self.vocab_size:
-            raise ParameterError(f"top_k is {self.wanted.top_k}, the vocabulary has {self.vocab_size} tokens")
+        if self.captured.top_k > self.vocab_size:
+            raise ParameterError(
+                f"top_k is {self.captured.top_k}, the vocabulary has {self.vocab_size} tokens"
+            )
         self._before = self.runner.needs
-        self.runner.tap(self.wanted.needs)
+        self.runner.tap(self.captured.needs)
 
     def close(self) -> None:
         self.runner.tap(self._before)
@@ -105,12 +108,13 @@ class Captor:
         self.runner.cache.open(slot)
         try:
             pieces = [
-                self._piece(slot, sample.tokens[at : at + CHUNK]) for at in range(0, len(sample.tokens), CHUNK)
+                self._piece(slot, sample.tokens[at : at + CHUNK])
+                for at in range(0, len(sample.tokens), CHUNK)
             ]
         finally:
             self.runner.cache.close(slot)
-        features = {key: torch.cat([p.features[key] for p in pieces]) for key in self.wanted.keys}  # [T, H]
-        if not self.wanted.top_k:
+        features = {key: torch.cat([p.features[key] for p in pieces]) for key in self.captured.keys}  # [T, H]
+        if not self.captured.top_k:
             return States(features)
         values, ids = zip(*(p.logits for p in pieces if p.logits is not None), strict=True)
         return States(features, (torch.cat(values), torch.cat(ids)))
@@ -122,12 +126,12 @@ class Captor:
         return slot
 
     def _piece(self, slot: int, tokens: Sequence[int]) -> States:
-        out = self.runner.forward([PackRow(slot, tokens)], logits="all" if self.wanted.top_k else "none")
+        out = self.runner.forward([PackRow(slot, tokens)], logits="all" if self.captured.top_k else "none")
         self.runner.cache.commit(slot, range(len(tokens)))
-        features = {key: _owned(out.features[key]) for key in self.wanted.keys}
+        features = {key: _owned(out.features[key]) for key in self.captured.keys}
         if out.logits is None:
             return States(features)
-        best = torch.topk(out.logits[:, : self.vocab_size], self.wanted.top_k, dim=-1)  # [n, k]
+        best = torch.topk(out.logits[:, : self.vocab_size], self.captured.top_k, dim=-1)  # [n, k]
         return States(features, (_owned(best.values), _owned(best.indices.to(torch.int32))))
 
 
@@ -138,7 +142,7 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def collate(samples: Sequence[Sample], states: Sequence[States], wanted: Wanted) -> Batch:
+def collate(samples: Sequence[Sample], states: Sequence[States], captured: Captured) -> Batch:
     """Samples and their states as one batch, padded on the right with zeros."""
     lengths = torch.tensor([len(s.tokens) for s in samples])  # [B]
     size, longest = len(samples), int(lengths.max())
@@ -147,8 +151,8 @@ def collate(samples: Sequence[Sample], states: Sequence[States], wanted: Wanted)
     for b, sample in enumerate(samples):
         tokens[b, : len(sample.tokens)] = torch.tensor(sample.tokens)
         loss[b, : len(sample.loss)] = torch.tensor(sample.loss)
-    features = {key: _padded([s.features[key] for s in states], longest) for key in wanted.keys}
-    if not wanted.top_k:
+    features = {key: _padded([s.features[key] for s in states], longest) for key in captured.keys}
+    if not captured.top_k:
         return Batch(tokens, loss, lengths, features)
     pairs = [s.logits for s in states if s.logits is not None]
     values = _padded([v for v, _ in pairs], longest)  # [B, T, k]

@@ -159,7 +159,9 @@ class _Talk:
 class Answerer:
     """Lets the target answer rows into a folder. `run` goes on until nothing is left or a limit is met."""
 
-    def __init__(self, session: Session, settings: AnswerSettings, writer: DataWriter, limits: Limits) -> None:
+    def __init__(
+        self, session: Session, settings: AnswerSettings, writer: DataWriter, limits: Limits
+    ) -> None:
         self._session, self._settings, self._writer, self._limits = session, settings, writer, limits
         self._talks: list[_Talk] = []
         self.tally = Tally()
@@ -314,7 +316,9 @@ def keep_answers(
             break
         messages = row.messages if row.messages[-1]["role"] == "assistant" else row.messages[:-1]
         if not any(m["role"] == "assistant" for m in messages):
-            raise ParameterError(f"{row.where}: there is no assistant's turn: drop --keep-answers to make one")
+            raise ParameterError(
+                f"{row.where}: there is no assistant's turn: drop --keep-answers to make one"
+            )
         sample = conversation_sample(tokenizer, messages, end_ids, row.where)
         cut = Sample(sample.tokens[: settings.max_length], sample.loss[: settings.max_length])
         if not any(cut.loss):

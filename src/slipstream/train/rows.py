@@ -103,7 +103,9 @@ def _from_file(path: Path) -> Iterator[Row]:
         yield from _from_array(path)
         return
     if path.suffix not in (".jsonl", *_TEXT):
-        raise ParameterError(f"{path} is neither .jsonl, .json nor text ({', '.join(_TEXT)}): rename or convert")
+        raise ParameterError(
+            f"{path} is neither .jsonl, .json nor text ({', '.join(_TEXT)}): rename or convert"
+        )
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -190,7 +192,9 @@ def _turn(turn: Any, where: str, number: int) -> Message:
         role, content = turn.get("from"), turn.get("value")
         known = role in _SHAREGPT
     if not known:
-        raise ParameterError(f"{here}: unknown role {_short(role)}; only {', '.join(ROLES)} can be trained on")
+        raise ParameterError(
+            f"{here}: unknown role {_short(role)}; only {', '.join(ROLES)} can be trained on"
+        )
     return _message(_SHAREGPT.get(str(role), str(role)), content, here)
 
 

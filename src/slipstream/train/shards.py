@@ -22,7 +22,7 @@ from safetensors.torch import save
 from slipstream.errors import ParameterError
 from slipstream.model.store import read_json
 from slipstream.train import disk
-from slipstream.train.capture import DTYPES, Captor, States, Wanted
+from slipstream.train.capture import DTYPES, Captor, States, Captured
 from slipstream.train.dataset import MANIFEST, DataSet
 from slipstream.train.identity import require_same, versions
 from slipstream.train.samples import Sample, Split
@@ -63,14 +63,14 @@ class Plan:
     folder: Path
     target: Mapping[str, Any]
     data: Mapping[str, Any]
-    wanted: Wanted
+    captured: Captured
     dtype: torch.dtype
     shards: tuple[Shard, ...]
     missing: tuple[Shard, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        return self.wanted.bytes_per_token(int(self.target["hidden_size"]), self.dtype.itemsize)
+        return self.captured.bytes_per_token(int(self.target["hidden_size"]), self.dtype.itemsize)
 
     @property
     def total_bytes(self) -> int:
@@ -95,9 +95,12 @@ class Plan:
             "kind": "states",
             "format": FORMAT,
             "target": dict(self.target),
-            "captured": self.wanted.to_json(),
+            "captured": self.captured.to_json(),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "shapes": {"features": ["tokens", self.target["hidden_size"]], "logits": ["tokens", self.wanted.top_k]},
+            "shapes": {
+                "features": ["tokens", self.target["hidden_size"]],
+                "logits": ["tokens", self.captured.top_k],
+            },
             "counts": counts,
             "shards": [
                 {"name": s.name, "split": s.split, "samples": len(s.samples), "identity": s.identity}
@@ -112,7 +115,7 @@ def plan_capture(
     folder: Path,
     target: Mapping[str, Any],
     data: DataSet,
-    wanted: Wanted,
+    captured: Captured,
     *,
     dtype: str = "auto",
     shard_bytes: int = SHARD_BYTES,
@@ -125,27 +128,29 @@ def plan_capture(
     name = str(target["dtype"]) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise ParameterError(f"dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
+    if not captured:
+        raise ParameterError("nothing is to be captured: ask for layers, the last state, or logits")
     told = data.manifest.get("target", {})
     require_same(told, target, "answers", "the data folder", "tokenizer", "vocab_size")
-    _check_folder(folder, target, wanted, name)
-    per_token = wanted.bytes_per_token(int(target["hidden_size"]), DTYPES[name].itemsize)
+    _check_folder(folder, target, captured, name)
+    per_token = captured.bytes_per_token(int(target["hidden_size"]), DTYPES[name].itemsize)
     shards = []
     for split in SPLITS:
         for number, samples in enumerate(_groups(data.samples(split), max(1, shard_bytes // per_token))):
-            seal = _identity(target, wanted, name, samples)
+            seal = _identity(target, captured, name, samples)
             shards.append(Shard(f"{split}-{number:05}.safetensors", split, samples, seal))
     missing = tuple(s for s in shards if _seal_of(folder / s.name) != s.identity)
-    return Plan(folder, target, data.manifest, wanted, DTYPES[name], tuple(shards), missing)
+    return Plan(folder, target, data.manifest, captured, DTYPES[name], tuple(shards), missing)
 
 
-def _check_folder(folder: Path, target: Mapping[str, Any], wanted: Wanted, dtype: str) -> None:
+def _check_folder(folder: Path, target: Mapping[str, Any], captured: Captured, dtype: str) -> None:
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / MANIFEST).is_file():
         raise ParameterError(f"{folder} is not empty and holds no captured states: choose another --output")
     manifest = read_states_manifest(folder)
     require_same(manifest["target"], target, "states", folder)
-    if manifest["captured"] != wanted.to_json() or manifest["dtype"] != dtype:
+    if manifest["captured"] != captured.to_json() or manifest["dtype"] != dtype:
         told = {**manifest["captured"], "dtype": manifest["dtype"]}
         raise ParameterError(
             f"{folder} holds other states (layers {told['hidden_layers']}, last {told['last_hidden']}, top_k"
@@ -166,10 +171,10 @@ def _groups(samples: Sequence[Sample], most_tokens: int) -> Iterator[tuple[Sampl
         yield tuple(group)
 
 
-def _identity(target: Mapping[str, Any], wanted: Wanted, dtype: str, samples: Sequence[Sample]) -> str:
+def _identity(target: Mapping[str, Any], captured: Captured, dtype: str, samples: Sequence[Sample]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     named = {k: v for k, v in target.items() if k != "name"}
-    digest.update(json.dumps([named, wanted.to_json(), dtype], sort_keys=True).encode())
+    digest.update(json.dumps([named, captured.to_json(), dtype], sort_keys=True).encode())
     for sample in samples:
         digest.update(torch.tensor([len(sample.tokens), *sample.tokens]).numpy().tobytes())
         digest.update(bytes(sample.loss))
@@ -228,9 +233,9 @@ def _packed(shard: Shard, states: Sequence[States], plan: Plan) -> bytes:
         "tokens": torch.tensor([t for s in shard.samples for t in s.tokens], dtype=torch.int32),
         "loss": torch.tensor([on for s in shard.samples for on in s.loss]),
     }
-    for key in plan.wanted.keys:
+    for key in plan.captured.keys:
         tensors[tensor_name(key)] = torch.cat([s.features[key] for s in states]).to(plan.dtype)
-    if plan.wanted.top_k:
+    if plan.captured.top_k:
         pairs = [s.logits for s in states if s.logits is not None]
         tensors["logit_values"] = torch.cat([v for v, _ in pairs]).to(plan.dtype)
         tensors["logit_ids"] = torch.cat([i for _, i in pairs])
@@ -245,7 +250,9 @@ def tensor_name(key: int | str) -> str:
 def read_states_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of captured states."""
     if not (folder / MANIFEST).is_file():
-        raise ParameterError(f"{folder} has no {MANIFEST}: make it with slipstream train capture … -o {folder}")
+        raise ParameterError(
+            f"{folder} has no {MANIFEST}: make it with slipstream train capture … -o {folder}"
+        )
     manifest = read_json(folder / MANIFEST)
     if manifest.get("kind") != "states" or manifest.get("format") != FORMAT:
         raise ParameterError(

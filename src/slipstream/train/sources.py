@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import ParameterError
-from slipstream.train.capture import Captor, States, Wanted, collate
+from slipstream.train.capture import Captor, States, Captured, collate
 from slipstream.train.dataset import DataSet
 from slipstream.train.identity import versions
 from slipstream.train.samples import Batch, Sample, Split
@@ -27,33 +27,35 @@ def order(split: Split, count: int, *, epoch: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
-def _batches(chosen: Sequence[int], read: Read, wanted: Wanted, batch_size: int, skip: int) -> Iterator[Batch]:
+def _batches(
+    chosen: Sequence[int], read: Read, captured: Captured, batch_size: int, skip: int
+) -> Iterator[Batch]:
     if batch_size < 1 or skip < 0:
         raise ParameterError(f"a batch has at least 1 sample and 0 can be skipped, not {batch_size}, {skip}")
     for at in range(skip * batch_size, len(chosen), batch_size):
         pairs = [read(i) for i in chosen[at : at + batch_size]]
-        yield collate([sample for sample, _ in pairs], [states for _, states in pairs], wanted)
+        yield collate([sample for sample, _ in pairs], [states for _, states in pairs], captured)
 
 
 class StoredSource:
     """Batches from a folder of shards, memory-mapped: only the rows asked for are read.
 
-    wanted: what is needed of it, at most what is there (None: all that is there). target: the manifest's
+    captured: what is needed of it, at most what is there (None: all that is there). target: the manifest's
     target must have these values. ParameterError names a shard that is missing, cut, or of another target.
     """
 
     def __init__(
-        self, folder: Path, wanted: Wanted | None = None, target: Mapping[str, Any] | None = None
+        self, folder: Path, captured: Captured | None = None, target: Mapping[str, Any] | None = None
     ) -> None:
         self._folder = folder
         self._manifest = read_states_manifest(folder)
-        there = Wanted.from_json(self._manifest["captured"])
-        self.wanted = wanted or there
-        absent = [k for k in self.wanted.keys if k not in there.keys]
-        if absent or self.wanted.top_k > there.top_k:
+        there = Captured.from_json(self._manifest["captured"])
+        self.captured = captured or there
+        absent = [k for k in self.captured.keys if k not in there.keys]
+        if absent or self.captured.top_k > there.top_k:
             raise ParameterError(
                 f"{folder} has the layers {list(there.keys)} and the {there.top_k} best logits; needed are"
-                f" {list(self.wanted.keys)} and {self.wanted.top_k}: capture again with these"
+                f" {list(self.captured.keys)} and {self.captured.top_k}: capture again with these"
             )
         if target is not None:
             self._check_target(target)
@@ -101,7 +103,7 @@ class StoredSource:
     ) -> Iterator[Batch]:
         places = self._places[split]
         chosen = order(split, len(places), epoch=epoch, seed=seed)
-        return _batches(chosen, lambda i: self._read(*places[i]), self.wanted, batch_size, skip)
+        return _batches(chosen, lambda i: self._read(*places[i]), self.captured, batch_size, skip)
 
     def _read(self, name: str, start: int, end: int) -> tuple[Sample, States]:
         file = self._files[name]
@@ -110,22 +112,25 @@ class StoredSource:
             return file.get_slice(tensor)[start:end]  # type: ignore[no-any-return]
 
         sample = Sample(tuple(rows("tokens").tolist()), tuple(rows("loss").tolist()))
-        features = {key: rows(tensor_name(key)) for key in self.wanted.keys}
-        if not (k := self.wanted.top_k):
+        features = {key: rows(tensor_name(key)) for key in self.captured.keys}
+        if not (k := self.captured.top_k):
             return sample, States(features)
         return sample, States(features, (rows("logit_values")[:, :k], rows("logit_ids")[:, :k]))
 
 
 class OnlineSource:
-    """Batches that the target computes as they are asked for: no disk, one target pass a sample and epoch."""
+    """Batches that the target computes as they are asked for: no disk, one target pass a sample and epoch.
 
-    def __init__(self, data: DataSet, captor: Captor, target: Mapping[str, Any]) -> None:
+    Without a captor the batches hold the text alone, which is all that a draft model needs to learn it.
+    """
+
+    def __init__(self, data: DataSet, captor: Captor | None, target: Mapping[str, Any]) -> None:
         self._data, self._captor = data, captor
         self._target = target
 
     @property
-    def wanted(self) -> Wanted:
-        return self._captor.wanted
+    def captured(self) -> Captured:
+        return Captured() if self._captor is None else self._captor.captured
 
     @property
     def manifest(self) -> Mapping[str, Any]:
@@ -133,8 +138,8 @@ class OnlineSource:
         return {
             "kind": "online",
             "target": dict(self._target),
-            "captured": self.wanted.to_json(),
-            "dtype": self._target["dtype"],
+            "captured": self.captured.to_json(),
+            "dtype": self._target.get("dtype"),
             "counts": counts,
             "data": dict(self._data.manifest),
             "versions": versions(),
@@ -151,6 +156,9 @@ class OnlineSource:
     ) -> Iterator[Batch]:
         samples = self._data.samples(split)
         chosen = order(split, len(samples), epoch=epoch, seed=seed)
-        return _batches(
-            chosen, lambda i: (samples[i], self._captor(samples[i])), self.wanted, batch_size, skip
-        )
+        compute = self._captor or _nothing
+        return _batches(chosen, lambda i: (samples[i], compute(samples[i])), self.captured, batch_size, skip)
+
+
+def _nothing(sample: Sample) -> States:
+    return States({})
