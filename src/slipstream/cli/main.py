@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slipstream.cli import train
 from slipstream.cli.doctor import doctor
 from slipstream.cli.drafters import drafters
 from slipstream.cli.models import models
@@ -47,6 +48,7 @@ def build_app() -> typer.Typer:
     app.callback()(_top)
     for name, command in {**COMMANDS, "version": version}.items():
         app.command(name)(guarded(command))
+    app.add_typer(train.build(guarded), name="train")
     return app
 
 
