@@ -6,15 +6,16 @@ from collections.abc import Callable
 
 import typer
 
-from slipstream.cli import train_data
+from slipstream.cli import train_data, train_fit
 
 
 def build(guarded: Callable[[Callable[..., None]], Callable[..., None]]) -> typer.Typer:
     """The commands under `train`; guarded turns errors into one line and an exit status."""
     app = typer.Typer(
-        help="Train a drafter for a model: prompts, data, capture.",
+        help="Train a drafter for a model: prompts, data, capture, then draft, medusa or eagle.",
         no_args_is_help=True,
         rich_markup_mode=None,
     )
     train_data.register(app, guarded)
+    train_fit.register(app, guarded)
     return app

@@ -147,7 +147,7 @@ def data(
         raise ParameterError(f"--batch must be at least 1, not {batch}")
     seconds = None if limit_time is None else parse_time(limit_time)
     rows = [r.with_system(system) for r in read_rows(sources, split=split, config=config)]
-    with _loaded(model, dtype, device, threads, trust_remote_code, drafter) as loaded:
+    with loaded_target(model, dtype, device, threads, trust_remote_code, drafter) as loaded:
         from slipstream.train.data import AnswerSettings, Limits
         from slipstream.train.dataset import DataWriter
         from slipstream.train.identity import identity
@@ -267,7 +267,7 @@ def capture(
     from slipstream.train.dataset import load_data
 
     found = load_data(folder, max_length=max_length, limit_tokens=limit_tokens)
-    with _loaded(model, dtype, device, threads, trust_remote_code) as loaded:
+    with loaded_target(model, dtype, device, threads, trust_remote_code) as loaded:
         from slipstream.model.progress import size
         from slipstream.model.runner import Runner
         from slipstream.train import disk
@@ -336,7 +336,7 @@ def needed(
 
 
 @contextmanager
-def _loaded(
+def loaded_target(
     model: str,
     dtype: str,
     device: str,

@@ -377,6 +377,8 @@ def _write(method: Method, out: Path, note: Mapping[str, Any]) -> None:
             method.save(partial, note)
             seal(partial)
             for file in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
+                if file.is_dir():
+                    shutil.rmtree(out / file.name, ignore_errors=True)
                 os.replace(file, out / file.name)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -63,11 +63,19 @@ def seal(folder: Path) -> None:
     """Add the SHA-256 of every file beside it to a drafter's provenance."""
     note = read_json(folder / PROVENANCE)
     note["sha256"] = {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(folder.iterdir())
+        p.relative_to(folder).as_posix(): _sha256(p)
+        for p in sorted(folder.rglob("*"))
         if p.is_file() and p.name != PROVENANCE
     }
     write_atomic(folder / PROVENANCE, json.dumps(note, indent=2, default=str) + "\n")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import ParameterError
-from slipstream.train.capture import Captor, States, Captured, collate
+from slipstream.train.capture import Captor, Captured, States, collate
 from slipstream.train.dataset import DataSet
 from slipstream.train.identity import versions
 from slipstream.train.samples import Batch, Sample, Split
@@ -50,7 +50,7 @@ class StoredSource:
         self._folder = folder
         self._manifest = read_states_manifest(folder)
         there = Captured.from_json(self._manifest["captured"])
-        self.captured = captured or there
+        self.captured = there if captured is None else captured
         absent = [k for k in self.captured.keys if k not in there.keys]
         if absent or self.captured.top_k > there.top_k:
             raise ParameterError(
