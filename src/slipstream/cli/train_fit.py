@@ -141,7 +141,12 @@ def medusa(
             made = MedusaMethod(
                 new_medusa(run.parts, heads=heads, layers=layers, output=kind, ids=ids), run.parts
             )
-            arguments = {"heads": heads, "layers": layers, "output": kind, "draft_vocab": draft_vocab}
+            arguments: dict[str, Any] = {
+                "heads": heads,
+                "layers": layers,
+                "output": kind,
+                "draft_vocab": draft_vocab,
+            }
         else:
             begun = load_medusa(joint.expanduser(), run.parts).float()
             made = JointMedusaMethod(Trainable(loaded.model, loaded.tokenizer, Lora(lora)), begun, run.parts)
@@ -378,23 +383,16 @@ class _Run:
         from slipstream.train.provenance import TargetNote
 
         note = TargetNote(self._loaded.name, self.parts.fingerprint)
-        with feed(method.wanted, self._data, self._loaded, self._target, self._online) as source:
-            with TrainingWatch() as watch:
-                fitted = fit(
-                    method,
-                    source,
-                    output,
-                    settings,
-                    note,
-                    arguments=arguments,
-                    watch=watch,
-                    restart=restart,
-                )
+        fed = feed(method.wanted, self._data, self._loaded, self._target, self._online)
+        with fed as source, TrainingWatch() as watch:
+            fitted = fit(
+                method, source, output, settings, note, arguments=arguments, watch=watch, restart=restart
+            )
         if json_:
             print_json({"output": str(output), "drafter": use, **fitted.to_json()})
         typer.echo(
-            f"{fitted.step} of {fitted.total} steps, {fitted.tokens} tokens in {span(fitted.seconds)} ({fitted.stopped});"
-            f" expected tau {fitted.acceptance.tau:.2f}; use it with --drafter {use}",
+            f"{fitted.step} of {fitted.total} steps, {fitted.tokens} tokens in {span(fitted.seconds)}"
+            f" ({fitted.stopped}); expected tau {fitted.acceptance.tau:.2f}; use it with --drafter {use}",
             err=True,
         )
 

@@ -29,7 +29,7 @@ class Lora:
     """Low-rank adapters (arXiv 2106.09685) on every linear map of the layers: W + (alpha / rank) B A."""
 
     rank: int = 16
-    alpha: float = 32.0
+    alpha: int = 32
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -11,7 +11,19 @@ import textwrap
 from functools import lru_cache
 from pathlib import Path
 
-MODULES = ["abc", "argparse", "ast", "base64", "bdb", "bisect", "calendar", "cmd", "code", "codeop", "collections/__init__", "colorsys", "compileall", "concurrent/futures/_base", "configparser", "contextlib", "copy", "csv", "dataclasses", "difflib", "dis", "doctest", "email/header", "email/message", "email/utils", "enum", "filecmp", "fileinput", "fnmatch", "fractions", "ftplib", "functools", "genericpath", "getopt", "gettext", "glob", "graphlib", "hashlib", "heapq", "hmac", "html/__init__", "html/parser", "http/cookiejar", "http/cookies", "imaplib", "inspect", "ipaddress", "json/decoder", "json/encoder", "keyword", "linecache", "locale", "logging/__init__", "logging/handlers", "mailbox", "mimetypes", "modulefinder", "netrc", "ntpath", "numbers", "operator", "optparse", "pathlib", "pdb", "pickletools", "pkgutil", "platform", "plistlib", "poplib", "posixpath", "pprint", "profile", "pstats", "pyclbr", "queue", "quopri", "random", "reprlib", "rlcompleter", "sched", "secrets", "selectors", "shelve", "shlex", "shutil", "smtplib", "socketserver", "stat", "statistics", "string", "subprocess", "symtable", "tabnanny", "tarfile", "tempfile", "textwrap", "threading", "timeit", "token", "tokenize", "trace", "traceback", "turtle", "types", "typing", "unittest/case", "unittest/mock", "urllib/parse", "urllib/request", "uuid", "wave", "weakref", "webbrowser", "wsgiref/headers", "xml/dom/minidom", "xml/etree/ElementTree", "xmlrpc/client", "zipapp", "zipfile", "zipfile/__init__"]
+MODULES = (
+    "abc argparse ast base64 bdb bisect calendar cmd code codeop collections/__init__ colorsys compileall"
+    " concurrent/futures/_base configparser contextlib copy csv dataclasses difflib dis doctest email/header"
+    " email/message email/utils enum filecmp fileinput fnmatch fractions ftplib functools genericpath getopt"
+    " gettext glob graphlib hashlib heapq hmac html/__init__ html/parser http/cookiejar http/cookies imaplib"
+    " inspect ipaddress json/decoder json/encoder keyword linecache locale logging/__init__ logging/handlers"
+    " mailbox mimetypes modulefinder netrc ntpath numbers operator optparse pathlib pdb pickletools pkgutil"
+    " platform plistlib poplib posixpath pprint profile pstats pyclbr queue quopri random reprlib rlcompleter"
+    " sched secrets selectors shelve shlex shutil smtplib socketserver stat statistics string subprocess symtable"
+    " tabnanny tarfile tempfile textwrap threading timeit token tokenize trace traceback turtle types typing"
+    " unittest/case unittest/mock urllib/parse urllib/request uuid wave weakref webbrowser wsgiref/headers"
+    " xml/dom/minidom xml/etree/ElementTree xmlrpc/client zipapp zipfile zipfile/__init__"
+).split()
 _LINES = (5, 40)
 _MOST_CHARACTERS = 1600
 _PASSAGE = (300, 1500)

@@ -87,7 +87,9 @@ class DraftMethod(Method):
         labels = batch.tokens[rows, at + 1]
         one = torch.full((batch.tokens.shape[0], batch.tokens.shape[1] + self.depth), RANKS)
         one = one.to(hidden.device)
-        for r, a, label in zip(rows.split(256), at.split(256), labels.split(256), strict=True):
+        for r, a, label in zip(
+            torch.split(rows, 256), torch.split(at, 256), torch.split(labels, 256), strict=True
+        ):
             logits = self._trainable.logits(hidden[r, a])[:, : self._shared]
             one[r, a] = ranks_of(logits, label)
         length = batch.tokens.shape[1]

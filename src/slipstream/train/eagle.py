@@ -126,7 +126,9 @@ class EagleMethod(Method):
             labels = batch.tokens[rows, at + 2 + i]
             if self._number is not None:
                 labels = self._number.to(labels.device)[labels]
-            for r, a, label in zip(rows.split(256), at.split(256), labels.split(256), strict=True):
+            for r, a, label in zip(
+                torch.split(rows, 256), torch.split(at, 256), torch.split(labels, 256), strict=True
+            ):
                 # the root of a draft is the token after the last true feature
                 ranks[r, a + 1, i] = ranks_of(self.head.logits(outputs[r, a]), label)
         return ranks

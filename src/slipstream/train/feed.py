@@ -27,7 +27,7 @@ def data_kind(folder: Path) -> Literal["data", "states"]:
     kind = read_json(folder / MANIFEST).get("kind") if (folder / MANIFEST).is_file() else None
     if kind not in ("data", "states"):
         raise ParameterError(
-            f"{folder} holds no training data: make it with slipstream train data, then slipstream train capture"
+            f"{folder} holds no training data: make it with slipstream train data, and train capture"
         )
     return kind  # type: ignore[no-any-return]
 
@@ -55,8 +55,8 @@ def feed(
         return
     if not online:
         raise ParameterError(
-            f"{folder} holds answers without the target's states: capture them (slipstream train capture), or let"
-            " the target compute them while it trains (--online)"
+            f"{folder} holds answers without the target's states: capture them (slipstream train capture),"
+            " or let the target compute them while it trains (--online)"
         )
     runner = Runner(loaded.model, pack=True)
     captor = Captor(

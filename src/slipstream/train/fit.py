@@ -88,7 +88,7 @@ def fit(
     if restart:
         checkpoints.remove()
     _clear(out)
-    identity = {
+    identity: dict[str, Any] = {
         "kind": method.name,
         "target_fingerprint": target.fingerprint,
         "total": total,
@@ -239,7 +239,7 @@ class _Run:
         return found
 
     def _save(self) -> None:
-        progress = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+        progress: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
         progress |= {"curve": self.curve.to_json(), "identity": self._identity}
         self._checkpoints.save(self.step, self._method, self._raw, progress)
         with writing(self._out):

@@ -89,7 +89,9 @@ class Teacher:
             states = batch.features["last"][rows, positions]
             weight = self._parts.embedding.dtype
             piece = max(1, PIECE // self._parts.vocab_size)
-            best = torch.cat([self._parts.lm_head(s.to(weight)).argmax(-1) for s in states.split(piece)])
+            best = torch.cat(
+                [self._parts.lm_head(s.to(weight)).argmax(-1) for s in torch.split(states, piece)]
+            )
         return self._number.to(best.device)[best] != IGNORE
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -181,7 +183,7 @@ def in_pieces(compute: Callable[..., torch.Tensor], width: int, *tensors: torch.
     if count <= piece:
         return compute(*tensors)
     total: torch.Tensor | None = None
-    for parts in zip(*(t.split(piece) for t in tensors), strict=True):
+    for parts in zip(*(torch.split(t, piece) for t in tensors), strict=True):
         part = checkpoint(compute, *parts, use_reentrant=False)
         total = part if total is None else total + part
     assert total is not None

@@ -98,7 +98,9 @@ class MedusaMethod(Method):
         labels = self.aligned(batch)
         here = (labels != IGNORE).any(-1)
         found = []
-        for states, wanted in zip(hidden[here].split(256), labels[here].split(256), strict=True):
+        for states, wanted in zip(
+            torch.split(hidden[here], 256), torch.split(labels[here], 256), strict=True
+        ):
             logits = self._logits(states)
             found.append(torch.stack([ranks_of(row, w) for row, w in zip(logits, wanted.T, strict=True)], -1))
         ranks = torch.full_like(labels, RANKS)

@@ -22,7 +22,7 @@ from safetensors.torch import save
 from slipstream.errors import ParameterError
 from slipstream.model.store import read_json
 from slipstream.train import disk
-from slipstream.train.capture import DTYPES, Captor, Captured, States
+from slipstream.train.capture import DTYPES, Captor, States, Captured
 from slipstream.train.dataset import MANIFEST, DataSet
 from slipstream.train.identity import require_same, versions
 from slipstream.train.samples import Sample, Split

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import ParameterError
-from slipstream.train.capture import Captor, Captured, States, collate
+from slipstream.train.capture import Captor, States, Captured, collate
 from slipstream.train.dataset import DataSet
 from slipstream.train.identity import versions
 from slipstream.train.samples import Batch, Sample, Split
