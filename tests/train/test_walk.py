@@ -34,7 +34,7 @@ Call = Callable[..., Result]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a draft, answers of the target, and its states for every method."""
     root = tmp_path_factory.mktemp("walk")
-    save_tiny(root / "target", layers=3)
+    save_tiny(root / "target", layers=3, dtype=torch.bfloat16)
     save_tiny(root / "draft", seed=1, layers=2)
     save_tiny(root / "other", seed=2, layers=3)
     (root / "prompts.txt").write_text("\n".join(PROMPTS))
@@ -79,7 +79,7 @@ def same_tokens(root: Path, drafter: str, model: str = "target") -> None:
 
 
 METHODS: dict[str, tuple[list[str], str]] = {
-    "medusa": (["--heads", "2", "--draft-vocab", "40"], "medusa:heads={},topk=1x1"),
+    "medusa": (["--heads", "2", "--share-output", "--draft-vocab", "40"], "medusa:heads={},topk=1x1"),
     "eagle": (["--draft-vocab", "40", "--taps", "1,2,3"], "eagle:heads={},top_k=1"),
     "draft": (["--from", "{}/draft", "--keep-every", "2"], "draft_model:model={}"),
 }

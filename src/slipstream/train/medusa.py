@@ -48,7 +48,9 @@ class MedusaMethod(Method):
         self._lm_head: LMHead | None = None
         if heads.config.output == "target":
             reduced = heads.vocab.reduced
-            self._lm_head = parts.lm_head_rows(heads.vocab.target_ids()) if reduced else parts.lm_head
+            shared = parts.lm_head_rows(heads.vocab.target_ids()) if reduced else parts.lm_head
+            dtype = parts.embedding.dtype  # heads are trained in float32, the target may be of another
+            self._lm_head = lambda outputs: shared(outputs.to(dtype))
 
     @property
     def wanted(self) -> Wanted:
