@@ -25,6 +25,7 @@ from slipstream.drafters.base import Draft, Drafter, DraftRequest, Observation, 
 from slipstream.errors import ParameterError
 from slipstream.heads.eagle import EagleHead
 from slipstream.heads.io import AuxConvention, load_eagle
+from slipstream.model.house import house_drafter
 from slipstream.model.pack import PackRow
 from slipstream.model.packed import can_pack, pack_linears
 from slipstream.model.parts import ModelParts
@@ -35,13 +36,14 @@ EAGER = 64
 
 @dataclass(frozen=True, slots=True)
 class EagleDrafterConfig:
-    """heads: folder of the trained head. num_speculative_tokens: longest path. nodes: drafted tokens in all.
+    """heads: folder of the trained head; left out, the one that comes with Slipstream for this target.
 
-    top_k: nodes expanded a level; 1 is a chain. choices: a JSON file of rank paths instead. min_confidence:
-    leave out tokens the head gives less probability. aux_layers: how the checkpoint counts tapped layers.
+    num_speculative_tokens: longest path. nodes: drafted tokens in all. top_k: nodes expanded a level; 1 is a
+    chain. choices: a JSON file of rank paths instead. min_confidence: leave out tokens the head gives
+    less probability. aux_layers: how the checkpoint counts tapped layers.
     """
 
-    heads: str
+    heads: str = ""
     num_speculative_tokens: int = 5
     top_k: int = 4
     nodes: int = 15
@@ -93,7 +95,8 @@ class EagleDrafter(Drafter):
         device = parts.embedding.device
         given = head
         if head is None:
-            folder = Path(config.heads).expanduser()
+            named = Path(config.heads).expanduser()
+            folder = named if config.heads else house_drafter("eagle", parts.fingerprint)
             head = load_eagle(folder, parts, parts.embedding.dtype, aux=config.aux_layers)
         head.target = parts
         if given is None:

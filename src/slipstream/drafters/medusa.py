@@ -11,7 +11,7 @@ a prior), a full one (`topk=4x3x2`), or one from a file (`choices=tree.json`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from slipstream.drafters.base import Draft, Drafter, DraftRequest, Needs, Observ
 from slipstream.errors import ParameterError
 from slipstream.heads.io import load_medusa
 from slipstream.heads.medusa import LMHead, MedusaHeads
+from slipstream.model.house import house_drafter
 from slipstream.model.pack import pad_rows
 from slipstream.model.packed import can_pack, pack_linears, weight_bytes
 from slipstream.model.parts import ModelParts
@@ -31,13 +32,14 @@ _RANKS = 10
 
 @dataclass(frozen=True, slots=True)
 class MedusaDrafterConfig:
-    """heads: folder of the trained heads. nodes: drafted tokens of the tree; with the root 64 rows.
+    """heads: folder of the trained heads; left out, those that come with Slipstream for this target.
 
-    topk: a full tree, children a level ("4x3x2"). choices: a JSON file of rank paths. accuracies: a
-    JSON file of measured accuracies, instead of the one beside the heads.
+    nodes: drafted tokens of the tree; with the root 64 rows. topk: a full tree, children a level ("4x3x2").
+    choices: a JSON file of rank paths. accuracies: a JSON file of measured accuracies, instead of the one
+    beside the heads.
     """
 
-    heads: str
+    heads: str = ""
     nodes: int = 63
     topk: str = ""
     choices: str = ""
@@ -69,6 +71,8 @@ class MedusaDrafter(Drafter):
         """`heads` stand in for loading `config.heads`."""
         parts = ModelParts.of(target.model)
         device = parts.embedding.device
+        if heads is None and not config.heads:
+            config = replace(config, heads=str(house_drafter("medusa", parts.fingerprint)))
         loaded = heads or load_medusa(Path(config.heads).expanduser(), parts, parts.embedding.dtype)
         self._heads = loaded.to(device)
         self._lm_head: LMHead | None = None
