@@ -8,9 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli import main
-from slipstream.cli.train_capture import needed, parse_layers
-from slipstream.cli.train_data import parse_time
-from slipstream.cli.train_shared import span
+from slipstream.cli.train_capture import needed
+from slipstream.cli.train_shared import parse_layers, parse_time, span
 from slipstream.errors import ParameterError
 from slipstream.train.dataset import load_data
 from slipstream.train.sources import StoredSource

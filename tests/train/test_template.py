@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.errors import ParameterError
 from slipstream.testing.tiny import EOS, EOS_ID, tiny_tokenizer
-from slipstream.train.template import check_template, conversation_sample, question_tokens
+from slipstream.train.template import check_mask, check_template, conversation_sample, question_tokens
 
 TALK = [
     {"role": "system", "content": "be brief"},
@@ -24,6 +24,7 @@ MARKED = (
     "{{ m.content + '" + EOS + "' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
+MISMARKED = MARKED.replace("m.role == 'assistant'", "m.role == 'user'")
 FORGETFUL = (  # as templates do that drop the thinking of earlier turns
     "{% for m in messages %}<{{ m.role }}>{% if m.role != 'assistant' or loop.last %}{{ m.content }}"
     "{% endif %}" + EOS + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -61,7 +62,8 @@ def parts(tokenizer, sample):
 @pytest.mark.parametrize("template", [None, CHATML, MARKED], ids=["tiny", "chatml", "marked"])
 def test_only_the_assistants_words_and_their_end_are_learned(template):
     tokenizer = tiny_tokenizer() if template is None else tokenizer_with(template)
-    check_template(tokenizer, {EOS_ID})
+    check_template(tokenizer)
+    check_mask(tokenizer, {EOS_ID})
     sample = conversation_sample(tokenizer, TALK, {EOS_ID})
     learned, rest = parts(tokenizer, sample)
     assert learned == ["good day" + EOS, "no" + EOS]
@@ -85,15 +87,34 @@ def test_an_answer_begins_right_behind_the_tokens_that_serving_asks_with(templat
     [
         (FORGETFUL, "differently once it goes on"),
         (UNLIKE, "differently once it goes on"),
-        (MUTE, "differently once it goes on|leaves out"),
-        (None, "no chat template"),
-        ("{{ raise_exception('no such luck') }}", "refuses these messages"),
-        ("{% for m in messages %}{{ m.role }}" + EOS + "{% endfor %}", "does not write|differently"),
+        (MUTE, "leaves out|differently"),
+        (MISMARKED, "do not hold just the assistant's words"),
     ],
+    ids=["forgetful", "unlike", "mute", "mismarked"],
 )
-def test_a_template_that_cannot_be_learned_from_is_refused(template, told):
+def test_a_template_whose_answers_cannot_be_told_from_it_is_refused(template, told):
     with pytest.raises(ParameterError, match=told):
-        check_template(tokenizer_with(template), {EOS_ID})
+        check_mask(tokenizer_with(template), {EOS_ID})
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (MUTE, "does not write the assistant's turns"),
+        ("{% for m in messages %}{{ m.role }}" + EOS + "{% endfor %}", "does not write"),
+        (None, "no chat template"),
+        ("{{ raise_exception('no such luck') }}", "refuses these messages: no such luck"),
+    ],
+    ids=["mute", "roles", "none", "raises"],
+)
+def test_a_template_without_the_assistants_turns_is_refused(template, told):
+    with pytest.raises(ParameterError, match=told):
+        check_template(tokenizer_with(template))
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, UNLIKE], ids=["forgetful", "unlike"])
+def test_a_template_that_can_only_ask_serves_for_answers_of_the_target(template):
+    check_template(tokenizer_with(template))
 
 
 def test_the_row_is_named_when_the_template_refuses_it():

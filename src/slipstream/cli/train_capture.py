@@ -17,6 +17,7 @@ from slipstream.cli.train_shared import (
     TrustOption,
     leave,
     loaded_target,
+    parse_layers,
     span,
 )
 from slipstream.errors import ParameterError
@@ -145,11 +146,3 @@ def needed(
     }[method]
     chosen = usual.hidden_layers if layers is None else layers
     return Captured(chosen, last or usual.last_hidden, usual.top_k if top_k is None else top_k)
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """Layer numbers of "2,14,25"."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ParameterError(f"--layers must be numbers with commas, like 2,14,25, not {text!r}") from None

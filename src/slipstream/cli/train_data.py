@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +13,7 @@ from slipstream.cli.train_capture import capture
 from slipstream.cli.train_shared import (
     DeviceOption,
     DtypeOption,
+    Guard,
     JsonOption,
     ModelArgument,
     StatusLine,
@@ -22,14 +21,13 @@ from slipstream.cli.train_shared import (
     TrustOption,
     leave,
     loaded_target,
+    parse_time,
     span,
 )
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
     from slipstream.model.load import LoadedModel
-
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def register(app: typer.Typer, guarded: Guard) -> None:
@@ -154,9 +152,11 @@ def data(
         params = _default_params(loaded).with_(max_tokens=max_tokens, **sampling)
         settings = AnswerSettings(params, seed, max_length, not no_chat_template, keep_answers)
         if settings.template:
-            from slipstream.train.template import check_template
+            from slipstream.train.template import check_mask, check_template
 
-            check_template(loaded.tokenizer, loaded.generation_config.eos_ids)
+            check_template(loaded.tokenizer)
+            if keep_answers:
+                check_mask(loaded.tokenizer, loaded.generation_config.eos_ids)
         target = identity(loaded.model, loaded.tokenizer, loaded.name)
         arguments = {**settings.to_json(), "system": system}
         writer = DataWriter(output, target, arguments, held_out)
@@ -223,11 +223,3 @@ def _default_params(loaded: LoadedModel) -> Any:
     from slipstream.api import default_params
 
     return default_params(loaded.generation_config)
-
-
-def parse_time(text: str) -> float:
-    """Seconds of "90", "90s", "30m" or "2h"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if match is None or not float(match[1]):
-        raise ParameterError(f"--limit-time must be like 90s, 30m or 2h, not {text!r}")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]

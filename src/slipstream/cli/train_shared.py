@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,8 @@ from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
     from slipstream.model.load import LoadedModel
+
+Guard = Callable[[Callable[..., None]], Callable[..., None]]  # turns errors into an exit status
 
 QUIET_SECONDS = 30.0  # between two lines of progress where there is no terminal
 
@@ -110,3 +113,19 @@ def span(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def parse_time(text: str) -> float:
+    """Seconds of "90", "90s", "30m" or "2h"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if match is None or not float(match[1]):
+        raise ParameterError(f"--limit-time must be like 90s, 30m or 2h, not {text!r}")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Layer numbers of "2,14,25"."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ParameterError(f"--layers must be numbers with commas, like 2,14,25, not {text!r}") from None

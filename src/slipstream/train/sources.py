@@ -50,7 +50,7 @@ class StoredSource:
         self._folder = folder
         self._manifest = read_states_manifest(folder)
         there = Captured.from_json(self._manifest["captured"])
-        self.captured = captured or there
+        self.captured = there if captured is None else captured
         absent = [k for k in self.captured.keys if k not in there.keys]
         if absent or self.captured.top_k > there.top_k:
             raise ParameterError(
