@@ -160,6 +160,23 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(
     assert load_medusa(tmp_path, ModelParts.of(model)).config.num_heads == 2
 
 
+def test_an_interrupted_run_keeps_what_it_has(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    def interrupted() -> bool:
+        asked.append(1)
+        return len(asked) > 5
+
+    whole = quick_fit(medusa(model), source, tmp_path / "whole", SETTINGS)
+    cut = quick_fit(medusa(model), source, tmp_path / "cut", SETTINGS, interrupted=interrupted)
+    assert cut.stopped == "interrupted" and cut.step == 5
+    assert not (tmp_path / "cut/config.json").exists()
+    rest = quick_fit(medusa(model), source, tmp_path / "cut", SETTINGS)
+    assert rest.curve.losses == whole.curve.losses
+
+
 def test_limits_stop_early_and_can_be_lifted(
     model: PreTrainedModel, source: TinySource, tmp_path: Path
 ) -> None:

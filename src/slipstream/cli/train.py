@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import typer
 
 from slipstream.cli import train_data, train_fit
+from slipstream.cli.train_shared import Guard
 
 
-def build(guarded: Callable[[Callable[..., None]], Callable[..., None]]) -> typer.Typer:
+def build(guarded: Guard) -> typer.Typer:
     """The commands under `train`; guarded turns errors into one line and an exit status."""
     app = typer.Typer(
         help="Train a drafter for a model: prompts, data, capture, then draft, medusa or eagle.",

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from slipstream.cli.train_data import (
+from slipstream.cli.train_shared import (
     DeviceOption,
     DtypeOption,
     Guard,
     ModelArgument,
     ThreadsOption,
     TrustOption,
+    leave,
     loaded_target,
     parse_layers,
     parse_time,
@@ -376,6 +377,7 @@ class _Run:
         use: str,
     ) -> None:
         """Train, and say what came of it."""
+        from slipstream.cli.generation import Interrupts
         from slipstream.cli.output import print_json
         from slipstream.cli.train_watch import TrainingWatch
         from slipstream.train.feed import feed
@@ -384,10 +386,20 @@ class _Run:
 
         note = TargetNote(self._loaded.name, self.parts.fingerprint)
         fed = feed(method.wanted, self._data, self._loaded, self._target, self._online)
-        with fed as source, TrainingWatch() as watch:
+        with fed as source, Interrupts() as interrupts, TrainingWatch() as watch:
             fitted = fit(
-                method, source, output, settings, note, arguments=arguments, watch=watch, restart=restart
+                method,
+                source,
+                output,
+                settings,
+                note,
+                arguments=arguments,
+                watch=watch,
+                restart=restart,
+                interrupted=lambda: interrupts.number is not None,
             )
+            status = interrupts.status
+        leave(status)
         if json_:
             print_json({"output": str(output), "drafter": use, **fitted.to_json()})
         typer.echo(

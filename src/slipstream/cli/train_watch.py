@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from slipstream.cli.train_data import QUIET_SECONDS, span
+from slipstream.cli.train_shared import QUIET_SECONDS, span
 from slipstream.train.acceptance import Acceptance
 from slipstream.train.curve import Seen
 

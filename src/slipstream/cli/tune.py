@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +11,7 @@ from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
     from slipstream.drafters._tuned import Tuned
+    from slipstream.train.rows import Row
 
 METHODS = ("selfspec",)
 
@@ -56,26 +56,20 @@ def tune(
     ):
         if value < least:
             raise ParameterError(f"--{name} must be at least {least}, not {value}")
-    questions = read_prompts(prompts)[:limit]
-
     from slipstream.cli.output import print_json, progress
+    from slipstream.train.rows import read_rows
+
+    rows = read_rows([str(prompts)], limit=limit)
 
     with progress() as drawn:
         drawn.stage(f"looking for {model}", 0)
         import slipstream
         from slipstream.drafters._skip_search import Measure, Text, search
         from slipstream.drafters._tuned import save_tuned
-        from slipstream.engine.inputs import encode
 
         options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": drawn}
         with slipstream.load(model, trust_remote_code=trust_remote_code, **options) as session:
-            chat = session.tokenizer.chat_template is not None
-            asked = [
-                encode(
-                    session.tokenizer, [{"role": "user", "content": q}] if chat and isinstance(q, str) else q
-                )
-                for q in questions
-            ]
+            asked = [_question(session.tokenizer, row) for row in rows]
             drawn.stage(f"answering {len(asked)} prompts", 0)
             answers = session.generate(asked, slipstream.SamplingParams(max_tokens=tokens))
             texts = [Text(tuple(p), a.tokens) for p, a in zip(asked, answers, strict=True)]
@@ -109,28 +103,11 @@ def tune(
     typer.echo(f"kept in {path}; use it with --drafter selfspec", err=True)
 
 
-def read_prompts(path: Path) -> list[str | list[dict[str, Any]]]:
-    """The prompts of a file: a text or a chat each. ParameterError if there are none."""
-    try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(
-            f"the prompts {path} cannot be read ({type(error).__name__}): check it"
-        ) from error
-    found: list[str | list[dict[str, Any]]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if path.suffix != ".jsonl":
-            found.append(line)
-            continue
-        try:
-            value = json.loads(line)
-            found.append(value["messages"] if "messages" in value else value["prompt"])
-        except (ValueError, KeyError, TypeError):
-            raise ParameterError(
-                f'{path}, line {number}: not a JSON object with "prompt" or "messages"'
-            ) from None
-    if not found:
-        raise ParameterError(f"{path} holds no prompts: write one a line")
-    return found
+def _question(tokenizer: Any, row: Row) -> list[int]:
+    """What a row asks last, as token ids."""
+    from slipstream.engine.inputs import encode
+
+    messages = row.messages if row.messages[-1]["role"] == "user" else row.messages[:-1]
+    if tokenizer.chat_template or len(messages) > 1:
+        return encode(tokenizer, [dict(m) for m in messages])
+    return encode(tokenizer, messages[0]["content"])

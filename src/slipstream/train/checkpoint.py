@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import CapacityError, ModelError
 from slipstream.model.progress import size
-from slipstream.model.store import read_json, reading_errors, require_room
+from slipstream.model.store import read_json, require_room
+from slipstream.train import disk
 from slipstream.train.method import Method
 
 KEPT = 2  # the last good checkpoint, and the one before it
@@ -135,7 +136,7 @@ def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def writing(where: Path) -> Iterator[None]:
     """Turns a full disk, however a library puts it, into a CapacityError that says the run can go on."""
     try:
-        with reading_errors(where):
+        with disk.writing(where):
             yield
     except SafetensorError as error:
         if "os error 28" not in str(error):

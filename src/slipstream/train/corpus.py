@@ -1,4 +1,4 @@
-"""Text and code that every Python installation has: functions and documentation of its standard library."""
+"""What prompts are made of: our word lists, and functions and documentation of Python's standard library."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ import random
 import re
 import sysconfig
 import textwrap
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-MODULES = (
-    "abc argparse ast base64 bdb bisect calendar cmd code codeop collections/__init__ colorsys compileall"
-    " concurrent/futures/_base configparser contextlib copy csv dataclasses difflib dis doctest email/header"
-    " email/message email/utils enum filecmp fileinput fnmatch fractions ftplib functools genericpath getopt"
-    " gettext glob graphlib hashlib heapq hmac html/__init__ html/parser http/cookiejar http/cookies imaplib"
-    " inspect ipaddress json/decoder json/encoder keyword linecache locale logging/__init__ logging/handlers"
-    " mailbox mimetypes modulefinder netrc ntpath numbers operator optparse pathlib pdb pickletools pkgutil"
-    " platform plistlib poplib posixpath pprint profile pstats pyclbr queue quopri random reprlib rlcompleter"
-    " sched secrets selectors shelve shlex shutil smtplib socketserver stat statistics string subprocess symtable"
-    " tabnanny tarfile tempfile textwrap threading timeit token tokenize trace traceback turtle types typing"
-    " unittest/case unittest/mock urllib/parse urllib/request uuid wave weakref webbrowser wsgiref/headers"
-    " xml/dom/minidom xml/etree/ElementTree xmlrpc/client zipapp zipfile zipfile/__init__"
-).split()
+WORDS = Path(__file__).with_name("words.txt")
 _LINES = (5, 40)
 _MOST_CHARACTERS = 1600
 _PASSAGE = (300, 1500)
 
 
+@lru_cache
+def words() -> Mapping[str, tuple[str, ...]]:
+    """The lists of words.txt by name."""
+    lists: dict[str, list[str]] = {}
+    entries: list[str] = []
+    for line in WORDS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("[") and line.endswith("]"):
+            entries = lists.setdefault(line[1:-1], [])
+        elif line and not line.startswith("#"):
+            entries.append(line.replace("\\n", "\n"))
+    return {name: tuple(found) for name, found in lists.items()}
+
+
 def _sources() -> list[str]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = []
-    for name in MODULES:
+    for name in words()["module"]:
         path = folder / f"{name}.py"
         if path.is_file():  # modules come and go between versions
             found.append(path.read_text(encoding="utf-8", errors="replace"))

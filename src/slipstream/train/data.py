@@ -114,9 +114,11 @@ class Tally:
 
 def distinct(rows: Sequence[Row], tally: Tally) -> list[Row]:
     """Each question once, the first of them."""
-    kept = {row.key: row for row in reversed(rows)}
+    kept: dict[str, Row] = {}
+    for row in rows:
+        kept.setdefault(row.key, row)
     tally.duplicates += len(rows) - len(kept)
-    return [row for row in rows if kept[row.key] is row]
+    return list(kept.values())
 
 
 def rows_that_fit(config: Any, dtype: torch.dtype, device: torch.device, max_length: int) -> int:
@@ -249,7 +251,7 @@ class Answerer:
             return question_tokens(self._session.tokenizer, messages, where)
         if len(messages) > 1:
             raise ParameterError(
-                f"{where}: without a chat template only single prompts can be continued, no system message and"
+                f"{where}: without a chat template only single prompts can be continued: no system message,"
                 " no further turns"
             )
         return tuple(encode(self._session.tokenizer, messages[0]["content"]))
@@ -272,7 +274,7 @@ class Answerer:
 
 
 def _joined(samples: Sequence[Sample], prompt: tuple[int, ...], output: tuple[int, ...]) -> list[Sample]:
-    """The samples with one more answer: it continues the last one if the new prompt begins with its tokens."""
+    """The samples with one more answer; it joins the last one if the new prompt begins with its tokens."""
     earlier, kept = (False,) * len(prompt), list(samples)
     if samples and prompt[: len(samples[-1].tokens)] == samples[-1].tokens:
         last = kept.pop()

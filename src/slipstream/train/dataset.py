@@ -96,8 +96,10 @@ class DataSet:
 
 
 def load_data(folder: Path, *, max_length: int | None = None, limit_tokens: int | None = None) -> DataSet:
-    """Reads a data folder, also of a run that has not ended. max_length: tokens a sample, what is behind is cut off.
-    limit_tokens: about so many tokens in all, cut at a whole sample.
+    """Reads a data folder, also of a run that has not ended.
+
+    max_length: most tokens of a sample, the rest is cut off. limit_tokens: most tokens in all, up to a
+    whole sample.
 
     With two conversations or more at least one is held out, unless the folder was made with none.
     """
@@ -120,7 +122,10 @@ def load_data(folder: Path, *, max_length: int | None = None, limit_tokens: int 
             break
         split[sides[conversation.key]].append(cut)
     if not split["train"]:
-        raise ParameterError(f"{folder} has no finished answers to train on: run slipstream train data again")
+        raise ParameterError(
+            f"{folder} has {len(found)} finished conversations and none is left to train on: let"
+            " slipstream train data make more, or raise the limits"
+        )
     return DataSet(manifest, tuple(split["train"]), tuple(split["heldout"]))
 
 
@@ -163,8 +168,8 @@ class DataWriter:
         for name in sorted(known.keys() | now.keys()):
             if known.get(name) != now.get(name):
                 raise ParameterError(
-                    f"{self.folder} was begun with {name} {known.get(name)!r}, not {now.get(name)!r}: give the same,"
-                    " or choose another --output"
+                    f"{self.folder} was begun with {name} {known.get(name)!r}, not {now.get(name)!r}:"
+                    " give the same, or choose another --output"
                 )
         for line in disk.read_lines(self.folder / ANSWERS):
             conversation = Conversation.from_json(line)

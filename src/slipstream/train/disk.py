@@ -1,4 +1,4 @@
-"""Files that grow while a run may be killed: whole lines, whole files, and a plain word when the disk is full."""
+"""Files that grow while a run may be killed: whole lines, whole files, a plain word when the disk is full."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def require_room(folder: Path, needed: int, what: str) -> None:
     free = free_bytes(folder)
     if needed > free:
         raise CapacityError(
-            f"{what} needs {size(needed)} of disk at {folder} and {size(free)} are free: free some room, choose"
-            " another disk, store less (--max-length, --limit-tokens, --top-k), or train with --online"
+            f"{what} needs {size(needed)} of disk at {folder} and {size(free)} are free: free some room,"
+            " choose another disk, store less (--max-length, --limit-tokens, --top-k), or train with --online"
         )
 
 

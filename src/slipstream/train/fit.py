@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -35,12 +35,13 @@ from slipstream.train.samples import Batch, Source
 from slipstream.train.settings import FitSettings
 
 _OPTIMIZER_BYTES = 16  # of a trained parameter in float32: weight, gradient, two moments
-Stopped = Literal["done", "tokens", "time"]
+Stopped = Literal["done", "tokens", "time", "interrupted"]
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """stopped: "done", or the limit that ended it ("tokens", "time"). seconds and tokens over all calls."""
+    """stopped: "done", the limit that ended it ("tokens", "time"), or "interrupted": then there is a
+    checkpoint and no measurement. seconds and tokens over all calls."""
 
     folder: Path
     step: int
@@ -74,13 +75,15 @@ def fit(
     watch: Watch | None = None,
     restart: bool = False,
     draw: bool = True,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Fitted:
     """Train, resuming what lies in out/checkpoints, and write the drafter to `out`.
 
-    arguments: what else decides the result (loss, sizes); kept and compared on resuming. restart: throw
+    arguments: what else decides the result (loss, sizes); kept, and compared on resuming. restart: throw
     earlier checkpoints away. draw: TensorBoard scalars and a picture of the curve, where their packages
-    are installed. Raises TrainingError for no data, another run's checkpoint, or a loss
-    that is no number; CapacityError for memory or disk. Whatever happens, the last good checkpoint stays.
+    are installed. interrupted: asked before every step; True ends the call with a checkpoint. Raises
+    TrainingError for no data, another run's checkpoint, or a loss that is no number; CapacityError for
+    memory or disk. Whatever happens, the last good checkpoint stays.
     """
     total = _total(source, settings)
     _require_memory(method, settings)
@@ -100,8 +103,10 @@ def fit(
         run = _Run(
             method, source, out, settings, checkpoints, identity, watch or Unwatched(), accelerator, draw
         )
-        stopped, acceptance = run.go(total)
+        stopped, acceptance = run.go(total, interrupted)
     fitted = Fitted(out, run.step, total, run.tokens, run.seconds, run.curve, acceptance, stopped)
+    if stopped == "interrupted":
+        return fitted
     note = provenance(
         method.name,
         target,
@@ -156,7 +161,7 @@ class _Run:
         self.curve = Curve.from_json(progress["curve"])
         self._watch.note(f"going on from step {self.step} ({last})")
 
-    def go(self, total: int) -> tuple[Stopped, Acceptance]:
+    def go(self, total: int, interrupted: Callable[[], bool]) -> tuple[Stopped, Acceptance]:
         """All steps that are left, then the last measurement and checkpoint."""
         settings = self._settings
         batches = self._batches()
@@ -166,6 +171,9 @@ class _Run:
         self._watch.begin(self.step, total)
         try:
             while self.step < total:
+                if interrupted():
+                    self._save()
+                    return "interrupted", Acceptance()
                 if settings.max_tokens and self.tokens >= settings.max_tokens:
                     stopped = "tokens"
                     break

@@ -89,8 +89,8 @@ def require_same(
     for name in names or [n for n in now if n != "name"]:
         if known.get(name) != now.get(name):
             raise ParameterError(
-                f"{where} holds {what} of another target ({name} was {known.get(name)!r}, is {now.get(name)!r}):"
-                " use the target they were made with, or another folder"
+                f"{where} holds {what} of another target ({name} was {known.get(name)!r}, is"
+                f" {now.get(name)!r}): use the target they were made with, or another folder"
             )
 
 

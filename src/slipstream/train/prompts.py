@@ -11,14 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ParameterError
-from slipstream.train.corpus import functions, misspelt, passages
+from slipstream.train.corpus import functions, misspelt, passages, words
 
-WORDS = Path(__file__).with_name("words.txt")
 _SLOT = re.compile(r"\{([a-z]+)(\d*)(?::(\d+)-(\d+))?\}")
 _TRIES = 50
 
@@ -32,19 +29,6 @@ class Prompt:
 
     def to_json(self) -> dict[str, str]:
         return {"category": self.category, "prompt": self.text}
-
-
-@lru_cache
-def words() -> Mapping[str, tuple[str, ...]]:
-    """The lists of words.txt by name."""
-    lists: dict[str, list[str]] = {}
-    entries: list[str] = []
-    for line in WORDS.read_text(encoding="utf-8").splitlines():
-        if line.startswith("[") and line.endswith("]"):
-            entries = lists.setdefault(line[1:-1], [])
-        elif line and not line.startswith("#"):
-            entries.append(line.replace("\\n", "\n"))
-    return {name: tuple(found) for name, found in lists.items()}
 
 
 class Filler:

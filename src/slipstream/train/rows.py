@@ -75,9 +75,9 @@ def read_rows(
     for source in sources:
         before = len(rows)
         for row in _rows_of(source, split, config):
+            rows.append(row)
             if limit is not None and len(rows) >= limit:
                 return rows
-            rows.append(row)
         if len(rows) == before:
             raise ParameterError(f"{source} holds no prompts: give a file with at least one")
     return rows
@@ -138,7 +138,8 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterator[Row]:
         import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
         raise ParameterError(
-            f"{HUB}{name} needs the package datasets: pip install 'slipstream-lm[train]', or give a .jsonl file"
+            f"{HUB}{name} needs the package datasets: pip install 'slipstream-lm[train]', or give"
+            " a .jsonl file"
         ) from None
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, config, split=split, streaming=True)

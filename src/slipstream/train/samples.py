@@ -1,8 +1,8 @@
 """What a training step is given, and by whom.
 
 `data` makes samples, `capture` turns them into batches with the target's states (stored or online), and
-`fit` and the methods see nothing but the `Source`. Beyond the two splits a source tells how many samples it has,
-so that a run knows its length before it starts, and can begin in the middle of an epoch, so that
+`fit` and the methods see nothing but the `Source`. Beyond the two splits a source tells how many samples
+it has, so that a run knows its length before it starts, and can begin in the middle of an epoch, so that
 resuming costs no target passes.
 """
 
@@ -55,8 +55,8 @@ class Batch:
 class Source(Protocol):
     """Batches of a captured data set; both the stored shards and the online target give one.
 
-    manifest: what the data came from (target hash, tokenizer hash, layers, k, counts), as JSON values; it goes
-    into the provenance of every drafter trained on it.
+    manifest: what the data came from (target hash, tokenizer hash, layers, k, counts), as JSON values; it
+    goes into the provenance of every drafter trained on it.
     """
 
     @property

@@ -22,7 +22,7 @@ from safetensors.torch import save
 from slipstream.errors import ParameterError
 from slipstream.model.store import read_json
 from slipstream.train import disk
-from slipstream.train.capture import DTYPES, Captor, States, Captured
+from slipstream.train.capture import DTYPES, Captor, Captured, States
 from slipstream.train.dataset import MANIFEST, DataSet
 from slipstream.train.identity import require_same, versions
 from slipstream.train.samples import Sample, Split
@@ -186,8 +186,8 @@ def _seal_of(path: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        with safe_open(path, framework="pt") as file:  # checks header and length
-            return dict(file.metadata() or {}).get("identity")
+        file: Any = safe_open(path, framework="pt")  # checks header and length
+        return dict(file.metadata() or {}).get("identity")
     except SafetensorError:
         return None
 
@@ -201,8 +201,8 @@ def capture(
 ) -> bool:
     """Compute and write the missing shards; True when all are there, False when `stopped` said so.
 
-    Disk room is checked first. A shard appears whole or not at all, so a run that is killed or meets a full disk
-    loses at most one, and the same call goes on.
+    Disk room is checked first. A shard appears whole or not at all, so a run that is killed or meets a full
+    disk loses at most one, and the same call goes on.
     """
     disk.require_room(plan.folder, plan.needed_bytes, "storing the states")
     with disk.writing(plan.folder):
@@ -240,7 +240,8 @@ def _packed(shard: Shard, states: Sequence[States], plan: Plan) -> bytes:
         tensors["logit_values"] = torch.cat([v for v, _ in pairs]).to(plan.dtype)
         tensors["logit_ids"] = torch.cat([i for _, i in pairs])
     note = {"identity": shard.identity, "weights": str(plan.target["weights"]), "split": shard.split}
-    return save(tensors, note)
+    data: bytes = save(tensors, note)
+    return data
 
 
 def tensor_name(key: int | str) -> str:

@@ -1,4 +1,4 @@
-"""The two sources of training batches: states read from shards, or computed by the target as they are asked for."""
+"""The two sources of training batches: states read from shards, or computed by the target when asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import ParameterError
-from slipstream.train.capture import Captor, States, Captured, collate
+from slipstream.train.capture import Captor, Captured, States, collate
 from slipstream.train.dataset import DataSet
 from slipstream.train.identity import versions
 from slipstream.train.samples import Batch, Sample, Split
@@ -71,14 +71,14 @@ class StoredSource:
         for name in ("weights", "tokenizer", "dtype"):
             if name in target and known[name] != target[name]:
                 raise ParameterError(
-                    f"{self._folder} holds states of another target ({name} was {known[name]}, is {target[name]}):"
-                    " capture again with this target"
+                    f"{self._folder} holds states of another target ({name} was {known[name]}, is"
+                    f" {target[name]}): capture again with this target"
                 )
 
     def _open(self, shard: Mapping[str, Any]) -> Any:
         path = self._folder / shard["name"]
         try:
-            file = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ParameterError(
                 f"{path} is missing or cut ({error}): run slipstream train capture again, it resumes"

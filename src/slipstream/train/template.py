@@ -16,6 +16,7 @@ from slipstream.train.rows import Message
 from slipstream.train.samples import Sample
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TURNS = ("user", "assistant", "user", "assistant")
 _PROBE = ("zebra", "walnut", "harbour", "copper")
 
 
@@ -65,20 +66,28 @@ def marks_generation(tokenizer: Any) -> bool:
     return isinstance(template, str) and _GENERATION.search(template) is not None
 
 
-def check_template(tokenizer: Any, end_ids: frozenset[int] | Sequence[int]) -> None:
-    """ParameterError unless the template keeps the assistant's words of a conversation of two turns."""
-    if not tokenizer.chat_template:
-        raise ParameterError(
-            "this model has no chat template: give plain prompts and --no-chat-template, which continues them"
-        )
-    roles = ("user", "assistant", "user", "assistant")
-    messages = [{"role": r, "content": text} for r, text in zip(roles, _PROBE, strict=True)]
-    sample = conversation_sample(tokenizer, messages, end_ids)
-    learned = tokenizer.decode([t for t, on in zip(sample.tokens, sample.loss, strict=True) if on])
-    if any((word in learned) != (role == "assistant") for role, word in zip(roles, _PROBE, strict=True)):
+def check_template(tokenizer: Any) -> None:
+    """ParameterError unless the template asks for an answer, and writes it when there is one."""
+    messages = [{"role": r, "content": text} for r, text in zip(_TURNS, _PROBE, strict=True)]
+    asked = question_tokens(tokenizer, messages[:1])
+    answered = tokenizer.decode(list(_render(tokenizer, messages[:2], "")))
+    if _PROBE[0] not in tokenizer.decode(list(asked)) or _PROBE[1] not in answered:
         raise ParameterError(
             "the chat template does not write the assistant's turns, so there is nothing to learn from them:"
             " use another model, or give plain prompts and --no-chat-template"
+        )
+
+
+def check_mask(tokenizer: Any, end_ids: frozenset[int] | Sequence[int]) -> None:
+    """ParameterError unless the assistant's words can be told from the template's in a conversation of two
+    turns, which learning from given answers needs."""
+    messages = [{"role": r, "content": text} for r, text in zip(_TURNS, _PROBE, strict=True)]
+    sample = conversation_sample(tokenizer, messages, end_ids)
+    learned = tokenizer.decode([t for t, on in zip(sample.tokens, sample.loss, strict=True) if on])
+    if any((word in learned) != (role == "assistant") for role, word in zip(_TURNS, _PROBE, strict=True)):
+        raise ParameterError(
+            "the chat template's marks do not hold just the assistant's words: drop --keep-answers and let"
+            " the target answer"
         )
 
 
