@@ -281,27 +281,17 @@ def main() -> None:
         "train", "data", shipped, "--prompts", asked, "-o", WORK / "data", "--no-chat-template",
         "--temperature", 0, "--max-tokens", scale.answer, "--batch", 16, "--held-out", 0.05,
     )  # fmt: skip
-    layers = scale.target[1]
-    taps = f"{max(1, layers // 3)},{max(2, 2 * layers // 3)},{layers}"
     slip(
-        "train",
-        "capture",
-        shipped,
-        "--data",
-        WORK / "data",
-        "-o",
-        WORK / "states",
-        "--last",
-        "--layers",
-        taps,
-    )
+        "train", "capture", shipped, "--data", WORK / "data", "-o", WORK / "states",
+        "--for", "eagle3", "--last", "--top-k", 0,
+    )  # fmt: skip
     common = ["--data", WORK / "states", "--batch-size", 8, "--checkpoint-every", 100, "--measure-every", 200]
     slip(
         "train", "medusa", shipped, "-o", WORK / "medusa", *common, "--share-output", "--steps",
         scale.medusa_steps, "--lr", 3e-3,
     )  # fmt: skip
     slip(
-        "train", "eagle", shipped, "-o", WORK / "eagle", *common, "--taps", taps,
+        "train", "eagle", shipped, "-o", WORK / "eagle", *common,
         "--draft-vocab", scale.eagle_vocab, "--mlp", scale.eagle_mlp, "--unroll", 4,
         "--steps", scale.eagle_steps, "--lr", 2e-3,
     )  # fmt: skip

@@ -131,17 +131,15 @@ def _capture(loaded: LoadedModel, plan: Plan) -> int:
 def needed(
     method: str | None, num_layers: int, layers: tuple[int, ...] | None, last: bool, top_k: int | None
 ) -> Captured:
-    """What a method learns from, where the options do not say otherwise.
-
-    EAGLE-3 taps the streams that enter layers 2, L // 2 and L - 3 (Li et al., arXiv 2503.01840).
-    """
+    """What a method learns from, where the options do not say otherwise."""
+    from slipstream.train.build import aux_layers
     from slipstream.train.capture import Captured
 
     usual = {
         "draft": Captured(top_k=64),
         "medusa": Captured(last_hidden=True),
         "eagle": Captured(last_hidden=True, top_k=64),
-        "eagle3": Captured(tuple(sorted({2, num_layers // 2, num_layers - 3})), top_k=64),
+        "eagle3": Captured(aux_layers(num_layers), top_k=64),
         None: Captured(),
     }[method]
     chosen = usual.hidden_layers if layers is None else layers

@@ -54,7 +54,8 @@ def new_medusa(
 
 
 def aux_layers(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's taps 2, L // 2 and L - 3; of few layers three evenly spaced ones, the last included."""
+    """EAGLE-3 taps the streams that enter layers 2, L // 2 and L - 3 (arXiv 2503.01840); of few layers three
+    evenly spaced ones, the last included."""
     usual = (2, num_layers // 2, num_layers - 3)
     if usual[0] < usual[1] < usual[2]:
         return usual

@@ -9,32 +9,30 @@ checkpoint to the last bit.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from slipstream.errors import CapacityError, TrainingError
-from slipstream.model import memory
-from slipstream.model.progress import size
+from slipstream.errors import TrainingError
 from slipstream.train import checkpoint
 from slipstream.train.acceptance import Acceptance, measure
 from slipstream.train.checkpoint import Checkpoints, writing
 from slipstream.train.curve import Curve, Scalars, Seen, Unwatched, Watch
+from slipstream.train.device import accelerated, on_device, require_memory
 from slipstream.train.method import Method, labels
 from slipstream.train.provenance import TargetNote, provenance, seal
 from slipstream.train.samples import Batch, Source
 from slipstream.train.settings import FitSettings
 
-_OPTIMIZER_BYTES = 16  # of a trained parameter in float32: weight, gradient, two moments
 Stopped = Literal["done", "tokens", "time", "interrupted"]
 
 
@@ -86,7 +84,7 @@ def fit(
     memory or disk. Whatever happens, the last good checkpoint stays.
     """
     total = _total(source, settings)
-    _require_memory(method, settings)
+    require_memory(method, settings)
     checkpoints = Checkpoints(out / "checkpoints")
     if restart:
         checkpoints.remove()
@@ -99,7 +97,7 @@ def fit(
         "arguments": dict(arguments or {}),
         "data": _digest(source.manifest),
     }
-    with _accelerated(settings) as accelerator:
+    with accelerated(settings) as accelerator:
         run = _Run(
             method, source, out, settings, checkpoints, identity, watch or Unwatched(), accelerator, draw
         )
@@ -211,7 +209,7 @@ class _Run:
     def _train(self, pieces: list[Batch], rate: float) -> dict[str, float]:
         """One step; gives the parts of the loss a label. TrainingError if the loss is no number."""
         device = self._accelerator.device
-        pieces = [_to(piece, device) for piece in pieces]
+        pieces = [on_device(piece, device) for piece in pieces]
         count = max(1, sum(labels(piece) for piece in pieces))
         sums: dict[str, torch.Tensor] = {}
         for number, piece in enumerate(pieces):
@@ -239,7 +237,9 @@ class _Run:
         settings = self._settings
         heldout = self._source.batches("heldout", epoch=0, batch_size=settings.batch_size, seed=settings.seed)
         limit = settings.heldout_batches or None
-        found = measure(self._method, (_to(b, self._accelerator.device) for b in islice(heldout, limit)))
+        found = measure(
+            self._method, (on_device(b, self._accelerator.device) for b in islice(heldout, limit))
+        )
         self.curve.measured = [m for m in self.curve.measured if m["step"] < self.step]
         self.curve.measured.append({"step": self.step, **found.to_json()})
         scalars.measured(self.step, found)
@@ -303,21 +303,6 @@ def _batches_an_epoch(source: Source, settings: FitSettings) -> int:
     return math.ceil(source.size("train") / settings.batch_size)
 
 
-def _require_memory(method: Method, settings: FitSettings) -> None:
-    """CapacityError unless weights, gradients and moments of what is trained fit."""
-    if settings.device != "cpu":
-        free = torch.cuda.mem_get_info(settings.device)[0]
-    else:
-        free = memory.available()
-    held = sum(p.numel() for p in method.trained().values())
-    needed = held * (_OPTIMIZER_BYTES - 4)  # the weights themselves are there already
-    if needed > free:
-        raise CapacityError(
-            f"training {held:,} parameters needs {size(needed)} more memory and {size(free)} are free: train"
-            " fewer (--lora, fewer heads, a smaller --draft-vocab), or close other programs"
-        )
-
-
 def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
     """TrainingError, naming what differs, for the checkpoint of another run."""
     fix = "give another --out, or --restart to begin anew"
@@ -338,42 +323,7 @@ def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
             )
 
 
-@contextmanager
-def _accelerated(settings: FitSettings) -> Iterator[Any]:
-    """An Accelerator for these settings; its process-wide state is put back."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    before = os.environ.get("ACCELERATE_USE_CPU")
-    accelerator = Accelerator(
-        cpu=settings.device == "cpu",
-        mixed_precision="bf16" if settings.precision == "bf16" else "no",
-    )
-    try:
-        if accelerator.num_processes > 1:
-            raise TrainingError("training runs in one process: start it without a distributed launcher")
-        yield accelerator
-    finally:
-        accelerator.free_memory()
-        AcceleratorState._reset_state(True)
-        if before is None:
-            os.environ.pop("ACCELERATE_USE_CPU", None)
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    return replace(
-        batch,
-        tokens=batch.tokens.to(device),
-        loss=batch.loss.to(device),
-        lengths=batch.lengths.to(device),
-        features={k: v.to(device) for k, v in batch.features.items()},
-        logits=None if batch.logits is None else (batch.logits[0].to(device), batch.logits[1].to(device)),
-    )
-
-
 def _digest(manifest: Mapping[str, Any]) -> str:
-    import json
-
     return hashlib.sha256(json.dumps(manifest, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
