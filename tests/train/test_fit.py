@@ -282,6 +282,27 @@ def test_what_cannot_be_trained_is_said_before_the_run(
             FitSettings(**wrong)  # type: ignore[arg-type]
 
 
+def test_mixed_precision_trains_float32_weights(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path
+) -> None:
+    for make in (medusa, eagle):
+        full = quick_fit(make(model), source, tmp_path / make.__name__ / "fp32", SETTINGS)
+        method = make(model)
+        mixed = quick_fit(method, source, tmp_path / make.__name__, replace(SETTINGS, precision="bf16"))
+        assert mixed.curve.losses == pytest.approx(full.curve.losses, rel=0.05)
+        assert mixed.curve.losses != full.curve.losses
+        assert all(p.dtype == torch.float32 for p in method.parameters())
+
+
+def test_a_disk_without_room_is_said_before_writing(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.train.disk.free_bytes", lambda folder: 1000)
+    with pytest.raises(CapacityError, match=r"a checkpoint needs .* and 1\.0 kB are free.*resumes"):
+        quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
 def test_the_rate_rises_and_falls() -> None:
     settings = FitSettings(warmup=0.2, floor=0.1)
     rates = [settings.rate(step, 20) for step in range(20)]

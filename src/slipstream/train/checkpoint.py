@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import CapacityError, ModelError
 from slipstream.model.progress import size
-from slipstream.model.store import read_json, require_room
+from slipstream.model.store import read_json
 from slipstream.train import disk
 from slipstream.train.method import Method
 
@@ -60,7 +60,12 @@ class Checkpoints:
         partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            require_room(self.folder, needed, "a checkpoint")
+            free = disk.free_bytes(self.folder)
+            if needed > free:
+                raise CapacityError(
+                    f"a checkpoint needs {size(needed)} of disk at {self.folder} and {size(free)} are free:"
+                    " free some room, then run the same command again (it resumes)"
+                )
             self._clear()
             partial.mkdir()
             try:
