@@ -165,7 +165,7 @@ def read(
     method = DraftMethod(Trainable(model, tokenizer), parts, loss="sft", depth=1)
     settings = FitSettings(
         lr=3e-3, steps=steps, batch_size=scale.batch, warmup=0.05, weight_decay=0.01, seed=seed,
-        checkpoint_every=100, measure_every=0, heldout_batches=8,
+        checkpoint_every=25, measure_every=0, heldout_batches=8,
     )  # fmt: skip
     with TrainingWatch() as watch:
         watch.note(f"{name}: {count:,} parameters")
