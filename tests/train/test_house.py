@@ -14,6 +14,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.errors import DrafterError
 from slipstream.heads.io import save_medusa
 from slipstream.model import house
+from slipstream.model.blueprint import Blueprint
 from slipstream.model.house import house_drafter, house_models
 from slipstream.model.load import load, local_folder, resolve
 from slipstream.model.parts import ModelParts
@@ -43,7 +44,9 @@ def test_a_house_model_and_its_drafters_are_found(tmp_path: Path, monkeypatch: p
             session.use("eagle")
         with pytest.raises(DrafterError, match=r"draft_model:model=FOLDER.*train draft"):
             session.use("draft_model")
-    assert house_drafter("medusa", ModelParts.of(model).fingerprint).name == "b"
+    fingerprint = ModelParts.of(model).fingerprint
+    assert house_drafter("medusa", fingerprint).name == "b"
+    assert Blueprint.of("little").fingerprint == fingerprint
 
 
 def test_the_house_models_can_be_trained(tmp_path: Path) -> None:
