@@ -29,10 +29,10 @@ def test_from_prompts_to_stored_states(target_folder, tmp_path):
     first = run(*answered)
     assert first.exit_code == 0, first.output
     manifest = json.loads(first.stdout)
-    assert manifest["complete"] and manifest["ended"] == "done" and manifest["last_run"]["drafter"] == "ngram"
+    assert manifest["complete"] and manifest["ended"] == "done" and manifest["runs"][0]["drafter"] == "ngram"
     assert "tokens/s" in first.stderr and "Traceback" not in first.stderr
     again = run(*answered)
-    assert json.loads(again.stdout)["last_run"]["answers"] == 0
+    assert json.loads(again.stdout)["runs"] == manifest["runs"]
     data = load_data(tmp_path / "d")
     assert data.train and data.heldout
     stored = ["capture", target_folder, "--data", tmp_path / "d", "-o", tmp_path / "s", "--layers", "0,2"]

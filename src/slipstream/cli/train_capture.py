@@ -108,9 +108,11 @@ def _capture(loaded: LoadedModel, plan: Plan) -> int:
     from slipstream.train.capture import Captor
     from slipstream.train.shards import capture as run
 
-    line = StatusLine()
+    line, last = StatusLine(), None
 
     def report(progress: Progress) -> None:
+        nonlocal last
+        last = progress
         rate = progress.tokens / progress.seconds if progress.seconds else 0.0
         left = (progress.total_tokens - progress.done_tokens) / rate if rate else 0.0
         line(
@@ -123,6 +125,12 @@ def _capture(loaded: LoadedModel, plan: Plan) -> int:
         captor = Captor(runner, min(runner.vocab_size, len(loaded.tokenizer)), plan.captured)
         with Interrupts() as interrupts, line:
             run(plan, captor, report=report, stopped=lambda: interrupts.number is not None)
+        if last is not None:
+            typer.echo(
+                f"states of {last.done_tokens} tokens in {plan.folder}; this run: {last.tokens} tokens in"
+                f" {span(last.seconds)}",
+                err=True,
+            )
         return interrupts.status
     finally:
         runner.close()

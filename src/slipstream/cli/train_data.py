@@ -166,7 +166,7 @@ def data(
         from slipstream.cli.output import print_json
 
         print_json(manifest)
-    last = manifest["last_run"]
+    last = told["run"]
     typer.echo(
         f"{manifest['conversations']} conversations, {manifest['answer_tokens']} answer tokens in {output};"
         f" this run: {last['answer_tokens']} tokens in {span(last['seconds'])},"

@@ -342,7 +342,7 @@ def describe(tally: Tally, drafter: str, batch: int, tau: float | None) -> Mappi
         "prompts": tally.total,
         "duplicates": tally.duplicates,
         "too_long": tally.too_long,
-        "last_run": {
+        "run": {
             "answers": tally.answers,
             "answer_tokens": tally.tokens,
             "seconds": round(tally.seconds, 3),

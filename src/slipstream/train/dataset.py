@@ -151,6 +151,7 @@ class DataWriter:
     held_out: float
     done: set[str] = field(default_factory=set)
     answer_tokens: int = 0
+    runs: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         with disk.writing(self.folder):
@@ -171,6 +172,7 @@ class DataWriter:
                     f"{self.folder} was begun with {name} {known.get(name)!r}, not {now.get(name)!r}:"
                     " give the same, or choose another --output"
                 )
+        self.runs = list(manifest["runs"])
         for line in disk.read_lines(self.folder / ANSWERS):
             conversation = Conversation.from_json(line)
             self.done.add(conversation.key)
@@ -181,8 +183,10 @@ class DataWriter:
         self.done.add(conversation.key)
         self.answer_tokens += conversation.answer_tokens
 
-    def save(self, *, complete: bool, **facts: Any) -> dict[str, Any]:
-        """Writes the manifest; gives it."""
+    def save(self, *, complete: bool, run: Mapping[str, Any] | None = None, **facts: Any) -> dict[str, Any]:
+        """Writes the manifest, with one more run if it made answers; gives it."""
+        if run is not None and run["answers"]:
+            self.runs.append(dict(run))
         manifest = {
             "kind": "data",
             "format": FORMAT,
@@ -193,6 +197,7 @@ class DataWriter:
             "conversations": len(self.done),
             "answer_tokens": self.answer_tokens,
             **facts,
+            "runs": self.runs,
             "versions": versions(),
         }
         disk.write_whole(self.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())

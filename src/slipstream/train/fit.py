@@ -33,6 +33,7 @@ from slipstream.train.provenance import TargetNote, provenance, seal
 from slipstream.train.samples import Batch, Source
 from slipstream.train.settings import FitSettings
 
+_HISTORY = ("runs", "last_run", "versions", "complete")  # of a data manifest: how it came to be
 Stopped = Literal["done", "tokens", "time", "interrupted"]
 
 
@@ -324,7 +325,15 @@ def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Of what the data are, not of the runs that made them."""
+
+    def essence(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {k: essence(v) for k, v in value.items() if k not in _HISTORY}
+        return value
+
+    text = json.dumps(essence(manifest), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _write(method: Method, out: Path, note: Mapping[str, Any]) -> None:
