@@ -26,7 +26,7 @@ ALLOWED = {
     # A drafter that samples draws from the very law its q tells, so drafters see the warps, no more.
     "drafters": {"core", "model", "heads", "logits.warp"},
     "engine": LOGIC,
-    "train": {"core", "model", "heads"},
+    "train": LOGIC | {"engine", "api"},  # the target's answers come out of the engine
     "export": {"core", "model", "heads"},
     "integrations": LOGIC | {"engine", "api"},
     "api": LOGIC | {"engine"},

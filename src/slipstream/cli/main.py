@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from slipstream.cli import train
 from slipstream.cli.doctor import doctor
 from slipstream.cli.drafters import controllers, drafters
 from slipstream.cli.models import models
@@ -52,6 +53,7 @@ def build_app() -> typer.Typer:
         for name, command in commands.items():
             inner.command(name)(guarded(command))
         app.add_typer(inner, name=group)
+    app.add_typer(train.build(guarded), name="train")
     return app
 
 

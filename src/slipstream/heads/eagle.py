@@ -63,6 +63,8 @@ class EagleConfig:
             raise DrafterError("EAGLE-1 heads have neither tapped layers nor a draft vocabulary of their own")
         if self.version == 1 and self.hidden_size != self.target_hidden_size:
             raise DrafterError("EAGLE-1 heads have the target's hidden size")
+        if not self.own_lm_head and self.draft_vocab_size not in (None, self.vocab_size):
+            raise DrafterError("a draft vocabulary of its own needs an LM head of its own")
         if self.version == 3 and not self.aux_layers:
             raise DrafterError("EAGLE-3 heads need the target layers they tap")
 
