@@ -151,9 +151,9 @@ def remind(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> No
 
     All but the logits: what is learned from them is lost with the process.
     """
-    told = ((0, prompt[:-1]), (len(prompt) - 1, (prompt[-1], *output[:-1])))
+    told = ((0, prompt), (len(prompt) - 1, (prompt[-1], *output)))
     drafter.open(REMINDED, prompt)
-    drafter.observe([Observation(REMINDED, start, tuple(tokens)) for start, tokens in told])
+    drafter.observe([Observation(REMINDED, at, tuple(t[:-1]), next_token=t[-1]) for at, t in told])
     drafter.close(REMINDED)
 
 

@@ -105,11 +105,10 @@ class Engine:
         """Queue a request; gives its id. Sequences of one `group` have the same prompt."""
         if not prompt:
             raise ParameterError("the prompt is empty; give at least one token")
-        bad = next((t for t in prompt if not 0 <= t < self.runner.vocab_size), None)
+        size = self.runner.vocab_size
+        bad = next((t for t in prompt if not 0 <= t < size), None)
         if bad is not None:
-            raise ParameterError(
-                f"prompt token {bad} is outside the model's vocabulary of {self.runner.vocab_size}"
-            )
+            raise ParameterError(f"prompt token {bad} is outside the model's vocabulary of {size}")
         room = self.context - len(prompt)
         if room < 1:
             raise CapacityError(
@@ -117,10 +116,8 @@ class Engine:
                 " to generate; shorten the prompt"
             )
         for token in (*params.logit_bias, *params.stop_token_ids):
-            if not 0 <= token < self.runner.vocab_size:
-                raise ParameterError(
-                    f"token id {token} is outside the vocabulary of {self.runner.vocab_size}"
-                )
+            if not 0 <= token < size:
+                raise ParameterError(f"token id {token} is outside the vocabulary of {size}")
         if params.stop and self._decode is None:
             raise ParameterError("stop strings need a tokenizer; use stop_token_ids")
         seed = params.seed if seed is None else seed
