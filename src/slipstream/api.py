@@ -55,6 +55,7 @@ def load(
         eos_ids=loaded.generation_config.eos_ids,
         model=loaded.model,
         options=options,
+        runner=runner,
     )
     try:
         built = build_drafter(drafter, info)

@@ -8,7 +8,13 @@ from slipstream.drafters import list_drafters
 
 # What must be given to a drafter that cannot be built without options.
 NEEDED = {
-    "draft_model": ["draft_model:model={draft}", "draft_model:model={draft},sampled=true"],
+    "draft_model": [
+        "draft_model:model={draft}",
+        "draft_model:model={draft},sampled=true",
+        "draft_model:model={draft},width=3",
+    ],
+    "selfspec": ["selfspec:skip=a1+m0,min_confidence=0", "selfspec:exit=1,width=2,min_confidence=0.1"],
+    "crossvocab": ["crossvocab:model={draft}", "crossvocab:model={draft},mode=intersect"],
     "medusa": ["medusa:heads={heads}/medusa", "medusa:heads={heads}/medusa_reduced,topk=3x2x1"],
     "eagle": ["eagle:heads={heads}/eagle1,top_k=1", "eagle:heads={heads}/eagle3"],
     "cascade": ["cascade:model={draft}", "cascade:mode=merge,drafters=ngram(branches=2)+recycle"],

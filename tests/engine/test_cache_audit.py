@@ -29,8 +29,11 @@ KINDS: dict[str, dict[str, Any]] = {
 def audit(runner: Runner, twin: Any, seq_id: int, tokens: list[int]) -> None:
     """The slot holds exactly `tokens`: as many, and such that what comes next is computed alike."""
     assert runner.cache.length(seq_id) == len(tokens)
-    probe = [7, 11]
-    got = runner.forward([PackRow(seq_id, probe)]).logits
+    probe, copy = [7, 11], -5
+    runner.cache.open(copy)  # not in the slot itself: drafted tokens behind its length may be kept later
+    runner.cache.copy_prefix(seq_id, copy, len(tokens))
+    got = runner.forward([PackRow(copy, probe)]).logits
+    runner.cache.close(copy)
     want = twin(input_ids=torch.tensor([[*tokens, *probe]]), use_cache=False).logits[0, -2:]
     assert got is not None
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
@@ -69,6 +72,6 @@ def test_the_drafts_cache_is_a_prefix_of_what_is_committed_and_its_own_draft() -
         engine.add(tuple(range(1 + i, 4 + 3 * i)), SamplingParams(max_tokens=12, temperature=0.4), seed=i)
     while engine.has_work:
         engine.step()
-        assert set(drafter._rows) <= {r.id for r in engine._scheduler}
-        for seq_id, row in drafter._rows.items():
+        assert set(drafter._cache._rows) <= {r.id for r in engine._scheduler}
+        for seq_id, row in drafter._cache._rows.items():
             audit(drafter.runner, twin, seq_id, row.cached)

@@ -47,6 +47,7 @@ def drafting(name: str) -> dict[str, Any]:
         # A twin of the target: nearly everything it drafts is accepted.
         "self": {"assistant_model": tiny_model("llama"), "num_assistant_tokens": 6},
         "cascade": {"drafter": "cascade:drafters=suffix+ngram(branches=2)"},
+        "selfspec": {"drafter": "selfspec:exit=1,min_confidence=0"},
         "prompt_lookup": {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 3},
     }.get(name, {"drafter": name})
 

@@ -19,6 +19,7 @@ from slipstream.cli.drafters import drafters
 from slipstream.cli.models import models
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
+from slipstream.cli.tune import tune
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": models,
     "drafters": drafters,
     "doctor": doctor,
+    "tune": tune,
 }
 
 

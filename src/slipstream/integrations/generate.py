@@ -173,6 +173,7 @@ def _target_info(runner: Runner, options: Options, tokenizer: Any) -> TargetInfo
         device=str(runner.device),
         eos_ids=frozenset(options.eos_ids),
         model=runner.model,
+        runner=runner,
     )
 
 

@@ -18,7 +18,16 @@ from torch import nn
 PACKABLE = (torch.bfloat16, torch.float32)
 
 
-class PackedLinear(nn.Module):
+class KernelLinear(nn.Module):
+    """A linear layer whose weight only a kernel can read, and which is therefore no parameter."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight, bias not counted."""
+        raise NotImplementedError
+
+
+class PackedLinear(KernelLinear):
     """`x @ weight.T + bias` with a packed weight; input [..., in_features] of the weight's dtype."""
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -93,5 +102,5 @@ def release_pages(tensor: torch.Tensor) -> None:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights, packed ones included, each counted once."""
     plain = {id(p): p.nbytes for p in [*model.parameters(), *model.buffers()]}
-    packed = sum(m.weight_bytes for m in model.modules() if isinstance(m, PackedLinear))
+    packed = sum(m.weight_bytes for m in model.modules() if isinstance(m, KernelLinear))
     return sum(plain.values()) + packed

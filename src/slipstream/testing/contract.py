@@ -74,7 +74,7 @@ class DrafterContract:
     @pytest.fixture
     def info(self, runner: Runner) -> TargetInfo:
         return TargetInfo(
-            VOCAB, CONTEXT, tiny_tokenizer(), "float32", eos_ids=EOS, model=runner.model, options={}
+            VOCAB, CONTEXT, tiny_tokenizer(), "float32", eos_ids=EOS, model=runner.model, runner=runner
         )
 
     @pytest.fixture

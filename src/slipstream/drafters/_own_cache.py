@@ -1,0 +1,71 @@
+"""The cache of a model that drafts with a vocabulary and a cache of its own.
+
+Its length is the only state: before drafting a row it rolls back to where cached and committed tokens part
+and reads what is missing. Drafted tokens that were accepted are there already, behind the length, so nobody
+else may compute in these slots between two drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.drafters._beam import Beam
+from slipstream.model.runner import CHUNK, Runner
+
+
+@dataclass
+class _Row:
+    """Tokens committed to the slot, and the last draft, whose computed nodes lie behind them."""
+
+    cached: list[int] = field(default_factory=list)
+    beam: Beam | None = None
+
+
+class OwnCache:
+    """Slots of `runner`, one a row, in step with what was committed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._rows: dict[int, _Row] = {}
+
+    def catch_up(self, slot: int, tokens: Sequence[int]) -> list[int]:
+        """Roll back to a prefix of `tokens` and read on; gives the last piece, the last token included."""
+        cache = self.runner.cache
+        if slot not in self._rows:
+            cache.close(slot)  # of an earlier owner that did not clean up
+            cache.open(slot)
+            self._rows[slot] = _Row()
+        row = self._rows[slot]
+        same, limit = 0, min(len(row.cached), len(tokens) - 1)
+        while same < limit and row.cached[same] == tokens[same]:
+            same += 1
+        beam, row.beam = row.beam, None
+        if same < len(row.cached):
+            cache.rollback(slot, same)
+            del row.cached[same:]
+        elif beam is not None:
+            accepted = beam.computed_path(tokens[same:-1])
+            cache.commit(slot, accepted)
+            row.cached.extend(tokens[same : same + len(accepted)])
+            same += len(accepted)
+        missing = list(tokens[same:])
+        ready = (len(missing) - 1) // CHUNK * CHUNK
+        if ready:
+            self.runner.extend(slot, missing[:ready])
+            row.cached.extend(missing[:ready])
+        return missing[ready:]
+
+    def after_reading(self, beam: Beam) -> None:
+        """What `catch_up` gave is in the slot; what the beam drafts from here on is remembered."""
+        row = self._rows[beam.slot]
+        row.cached.extend(beam.read)
+        row.beam = beam
+
+    def close(self, slot: int) -> None:
+        self._rows.pop(slot, None)
+        self.runner.cache.close(slot)
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self.runner.close()

@@ -1,0 +1,119 @@
+"""The target drafts for itself with some of its sublayers left out; no second model, no extra memory.
+
+Draft & Verify (2309.08168) with a tuned set of attention and MLP sublayers, or early exit after the first
+layers (LayerSkip, 2404.16710). The draft reads the target's own cache for everything committed; what it
+writes for drafted tokens lies behind the slot's length and is overwritten when the full model verifies.
+Drafts are greedy point masses. A drafted token costs a good part of a target pass, so drafting stops
+when the thinned model is not sure, before the token is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.drafters._beam import Beam, grow
+from slipstream.drafters._tuned import load_tuned
+from slipstream.drafters.base import Draft, Drafter, DraftRequest, TargetInfo, empty_draft
+from slipstream.errors import DrafterError, ParameterError
+from slipstream.model.skip import SkipSet, Thinnable
+
+DEPTH, CONFIDENCE = 4, 0.4  # where neither given nor tuned
+
+
+@dataclass(frozen=True, slots=True)
+class SelfSpecConfig:
+    """skip: sublayers left out, like a3-9+m4+12-14 (a: attention, m: MLP, without letter: both).
+
+    exit: run only so many first layers. Without skip and exit the set that `slipstream tune selfspec` found
+    for this model is used, and its values for the rest. num_speculative_tokens: tokens drafted a step, by
+    default the tuned number or 4. min_confidence: stop before a token whose likeliest candidate has less
+    probability than this, by default the tuned value or 0.4. width: paths followed at once, 1 is a chain.
+    nodes: most tokens of a tree, 0 is width times depth.
+    """
+
+    skip: str = ""
+    exit: int = 0
+    num_speculative_tokens: int | None = None
+    min_confidence: float | None = None
+    width: int = 1
+    nodes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.skip and self.exit:
+            raise ParameterError("selfspec takes skip or exit, not both")
+        if self.exit < 0:
+            raise ParameterError(f"selfspec:exit must be a number of layers, not {self.exit}")
+        if (self.num_speculative_tokens or 0) < 0:
+            raise ParameterError("selfspec needs num_speculative_tokens of 0 or more")
+        if not 0 <= (self.min_confidence or 0) <= 1:
+            raise ParameterError(f"selfspec:min_confidence must be in [0, 1], not {self.min_confidence}")
+        if self.width < 1 or self.nodes < 0:
+            raise ParameterError(
+                f"selfspec needs width >= 1 and nodes >= 0, not width={self.width}, nodes={self.nodes}"
+            )
+        SkipSet.parse(self.skip)
+
+
+class SelfSpecDrafter(Drafter):
+    name = "selfspec"
+    Config = SelfSpecConfig
+
+    def __init__(self, config: SelfSpecConfig, target: TargetInfo) -> None:
+        if target.runner is None:
+            raise DrafterError(
+                "selfspec needs the runner of the target, whose weights and cache it shares: load both with"
+                " slipstream.load, or give TargetInfo its runner"
+            )
+        self._runner = target.runner
+        self._model = Thinnable(self._runner)
+        depth, confidence = DEPTH, CONFIDENCE
+        if config.exit:
+            if config.exit >= self._model.layers:
+                raise ParameterError(
+                    f"selfspec:exit must be below the model's {self._model.layers} layers, not {config.exit}"
+                )
+            skip = SkipSet.exit_at(config.exit, self._model.layers)
+        elif config.skip:
+            skip = SkipSet.parse(config.skip)
+        else:
+            tuned = load_tuned(self._runner.model)
+            skip, depth, confidence = tuned.skip, tuned.num_speculative_tokens, tuned.min_confidence
+        self.skip = self._model.check(skip)
+        if config.num_speculative_tokens is not None:
+            depth = config.num_speculative_tokens
+        self.num_speculative_tokens = depth
+        self.min_confidence = confidence if config.min_confidence is None else config.min_confidence
+        if config.width > 1:
+            self.draft_nodes = config.nodes or config.width * depth
+        self._width = config.width
+        self._vocab = min(target.vocab_size, self._runner.vocab_size)
+
+    @property
+    def cost(self) -> float:
+        """Share of the target's weights that one drafting pass reads."""
+        return self._model.cost(self.skip)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        beams = {r.seq_id: self._beam(r) for r in requests if self._has_slot(r)}
+        with self._model.without(self.skip):
+            grow(self._runner, list(beams.values()), self._vocab)
+        return [
+            beams[r.seq_id].draft(r.root, self.name) if r.seq_id in beams else empty_draft(r)
+            for r in requests
+        ]
+
+    def _has_slot(self, request: DraftRequest) -> bool:
+        """Whether the target's cache holds this row up to its root, as it does inside the engine."""
+        cache, slot = self._runner.cache, request.seq_id
+        return slot in cache and cache.length(slot) == len(request.tokens) - 1
+
+    def _beam(self, request: DraftRequest) -> Beam:
+        return Beam(
+            request.seq_id,
+            [request.root],
+            min(request.budget.depth, self._runner.context - len(request.tokens)),
+            request.budget.nodes,
+            self._width,
+            max(self.min_confidence, request.budget.stop_below),
+        )

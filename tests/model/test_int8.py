@@ -1,0 +1,141 @@
+"""int8 linear layers: rows on their own, close to the float weights, counted as what they are."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.core.params import SamplingParams
+from slipstream.drafters import draft_model
+from slipstream.drafters.base import TargetInfo
+from slipstream.drafters.draft_model import DraftModelConfig, ModelDrafter
+from slipstream.engine.engine import Engine
+from slipstream.errors import ModelError, SlipstreamError
+from slipstream.model import int8
+from slipstream.model.int8 import Int8Linear, quantise_linears, require_int8
+from slipstream.model.packed import weight_bytes
+from slipstream.model.runner import Runner
+from slipstream.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
+
+
+def _lacks_int8() -> bool:
+    try:
+        require_int8()
+    except SlipstreamError:
+        return True
+    return False
+
+
+needs_int8 = pytest.mark.skipif(_lacks_int8(), reason="this CPU has no int8 products")
+
+
+def inputs(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of very different size: with one scale for all, the small ones would vanish."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, width, generator=generator) * torch.logspace(-3, 3, rows)[:, None]
+    return x.to(dtype)
+
+
+def linear(dtype: torch.dtype, bias: bool = True, inner: int = 96, out: int = 200) -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return nn.Linear(inner, out, bias=bias).to(dtype).requires_grad_(False)
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    layer, x = Int8Linear(linear(dtype)), inputs(64, 96, dtype)
+    together = layer(x)
+    assert together.dtype == dtype and together.shape == (64, 200)
+    for rows in range(1, 65):
+        padded = torch.cat((x[64 - rows :], torch.zeros(max(0, 8 - rows), 96, dtype=dtype)))  # as a pack is
+        assert torch.equal(layer(padded)[:rows], together[64 - rows :])
+        assert torch.equal(layer(x[:rows]), together[:rows])
+    assert torch.equal(x, inputs(64, 96, dtype))  # not written to
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_row_is_within_two_percent(dtype: torch.dtype, bias: bool) -> None:
+    plain, x = linear(dtype, bias), inputs(16, 96, dtype)
+    expected, found = plain(x).float(), Int8Linear(plain)(x).float()
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.02
+
+
+@needs_int8
+def test_a_row_of_zeros_gives_the_bias_and_batch_dimensions_are_kept() -> None:
+    plain = linear(torch.float32)
+    assert torch.equal(Int8Linear(plain)(torch.zeros(2, 3, 96)), plain.bias.expand(2, 3, -1))
+
+
+@needs_int8
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_models_linears_and_head_are_replaced_and_their_bytes_counted(tie: bool) -> None:
+    model = tiny_model("qwen2", tie=tie)
+    inner = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    elements = sum(m.weight.numel() for m in inner)
+    rest = sum(p.nbytes for p in model.parameters()) - 4 * elements
+    if tie:
+        rest += 4 * model.lm_head.weight.numel()  # the embedding stays
+    assert quantise_linears(model) == 0  # none is large enough to gain
+    assert quantise_linears(model, smallest=0) == len(inner)
+    assert not [m for m in model.modules() if type(m) is nn.Linear]
+    scales = sum(
+        s.nbytes + z.nbytes
+        for m in model.modules()
+        if isinstance(m, Int8Linear)
+        for s, z in [(m.scales, m.zeros)]
+    )
+    buffers = sum(b.nbytes for b in model.buffers()) - scales
+    assert weight_bytes(model) == elements + rest + scales + buffers
+    assert isinstance(model.lm_head, Int8Linear)
+
+
+@needs_int8
+def test_an_int8_model_runs_trees_and_drafts_without_changing_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model, "quantise_linears", partial(quantise_linears, smallest=0))
+    path = save_tiny(tmp_path / "draft", kind="qwen2", tie=True, seed=3, dtype=torch.bfloat16)
+    target = Runner(tiny_model("qwen2", tie=True, seed=3), pack=False)
+    info = TargetInfo(target.vocab_size, target.context, tokenizer=tiny_tokenizer())
+    outputs, held = [], {}
+    for spec in (None, "none", "int8"):
+        drafter = None
+        if spec is not None:
+            config = DraftModelConfig(str(path), width=2, quantise=spec)  # type: ignore[arg-type]
+            drafter = ModelDrafter(config, info)
+        engine = Engine(target, drafter)  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=25, temperature=0.8)
+        ids = [engine.add([5, 9, 2 + i], params, seed=i) for i in (0, 1)]
+        rows = [engine.find(i) for i in ids]
+        list(engine.run())
+        outputs.append([row.output for row in rows if row is not None])
+        if drafter is not None:
+            held[spec] = drafter.memory_bytes
+            assert engine.counts.accepted_tokens > 10
+            drafter.shutdown()
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert 0 < held["int8"] < held["none"]
+
+
+def test_where_there_is_no_int8_the_error_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="leave out quantise=int8"):
+        require_int8("cuda")
+    monkeypatch.setattr(int8, "product", lambda u, *_: torch.full((len(u), 16), 32767.0))
+    with pytest.raises(ModelError, match=r"overflow.*leave out quantise=int8"):
+        require_int8()
+
+    def missing(*_: object) -> None:
+        raise NotImplementedError("Could not run 'onednn::qlinear_prepack'")
+
+    monkeypatch.setattr(int8.torch.ops, "onednn", SimpleNamespace(qlinear_prepack=missing))
+    with pytest.raises(ModelError, match="no int8 product for this CPU"):
+        require_int8()
