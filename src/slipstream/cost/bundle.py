@@ -6,7 +6,6 @@ here, when asked for. Unknown fields are refused, so a typing error cannot pass 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,8 +32,8 @@ class _Model(BaseModel):
 
 
 class MachineInfo(_Model):
-    """Where it was measured. bandwidth: bytes a second read; flops: operations a second of a matrix product by
-    dtype; both measured."""
+    """Where it was measured. bandwidth: bytes a second read; flops: operations a second of a matrix product
+    by dtype; both measured."""
 
     name: str
     device: str = "cpu"
@@ -109,7 +108,7 @@ class PrefillSeconds(_Model):
 
 
 class DrafterInfo(_Model):
-    """memory_bytes: weights it adds. kv_bytes: of one token, 0 without a cache. parameters: 0 without weights."""
+    """memory_bytes: weights it adds. kv_bytes: of one token, 0 without a cache. parameters: 0: no weights."""
 
     drafter: str
     parameters: Count = 0
@@ -172,7 +171,7 @@ class Bundle(_Model):
         return DraftCurve(points)
 
     def samples(self, drafter: str) -> dict[tuple[str, int], Sample]:
-        """Counts by (task, nodes of a tree; 0 for chains). Of chains, those measured with the longest drafts."""
+        """Counts by (task, nodes of a tree; 0 for chains). Of chains, those with the longest drafts count."""
         grouped: dict[tuple[str, int], list[AcceptanceCounts]] = {}
         for counts in self.acceptance:
             if counts.drafter == drafter:
@@ -223,22 +222,22 @@ def read_bundle(path: Path) -> Bundle:
         where = ".".join(map(str, first["loc"]))
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise ParameterError(
-            f"{path} is not a measurement of version {VERSION}: {where + ': ' if where else ''}{first['msg']}{more};"
-            " write it with `slipstream measure`"
+            f"{path} is not a measurement of version {VERSION}: {where + ': ' if where else ''}"
+            f"{first['msg']}{more}; write it with `slipstream measure`"
         ) from None
     except ParameterError as error:
         raise ParameterError(f"{path}: {error}") from None
 
 
 def merge(bundles: Sequence[Bundle]) -> Bundle:
-    """Several measurements of one model on one machine as one; ParameterError where they are of different ones."""
+    """Several measurements of one model on one machine as one; ParameterError if of different ones."""
     first, *others = bundles
     for other in others:
         for name in ("model", "dtype", "machine.name", "machine.device", "machine.threads"):
             mine, theirs = (_field(b, name) for b in (first, other))
             if mine != theirs:
                 raise ParameterError(
-                    f"the measurements differ in {name}: {mine} and {theirs}; plan with one of them at a time"
+                    f"the measurements differ in {name}: {mine} and {theirs}; plan with one at a time"
                 )
     if not others:
         return first
@@ -281,17 +280,6 @@ def busy_reasons(bundle: Bundle) -> list[str]:
             f"repeats of a step differ by {bundle.spread:.0%} of its time (quiet: below {BUSY_SPREAD:.0%})"
         )
     return list(dict.fromkeys(reasons))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all: to a temporary file beside it, then renamed. ParameterError where that fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ParameterError(f"{path} cannot be written ({error.strerror}): check the folder") from None
 
 
 def read_bundles(paths: Iterable[Path]) -> Bundle:

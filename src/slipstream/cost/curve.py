@@ -243,10 +243,11 @@ class StepCurve:
 def isotonic(values: Floats, errors: Floats) -> Floats:
     """The closest non-decreasing values, squares weighted by 1/error² (pool adjacent violators)."""
     known = errors[errors > 0]
-    floor = float(known.min()) if len(known) else 1.0
+    # Repeats that happen to agree are no certainty, and weights must stay within the range of a float.
+    floor = max(float(known.min()) if len(known) else 0.0, 1e-6 * float(values.mean()))
     blocks: list[tuple[float, float, int]] = []  # mean, weight, length
     for value, error in zip(values, errors, strict=True):
-        mean, weight, length = float(value), 1.0 / max(float(error), floor) ** 2, 1
+        mean, weight, length = float(value), (floor / max(float(error), floor)) ** 2, 1
         while blocks and blocks[-1][0] > mean:
             other, more, count = blocks.pop()
             mean = (mean * weight + other * more) / (weight + more)
