@@ -36,7 +36,7 @@ from slipstream.model.load import resolve
 from slipstream.model.quiet import quiet
 
 TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
-PROMPTS = Path(__file__).parent / "prompts" / "foundation.jsonl"
+PROMPTS = Path(slipstream.__file__).parent / "plan" / "prompts.jsonl"
 OURS = {
     "slipstream none": "none",
     "slipstream ngram": "ngram",

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 import slipstream
 from slipstream.cli.main import build_app
-from slipstream.cli.tune import read_prompts
 from slipstream.core.draft import Budget, DraftRequest
 from slipstream.core.params import SamplingParams
 from slipstream.drafters._skip_search import Measure, Step, Text, best_plan, predict, search
@@ -23,6 +22,7 @@ from slipstream.engine.engine import Engine
 from slipstream.errors import ParameterError
 from slipstream.model.runner import Runner
 from slipstream.model.skip import SkipSet
+from slipstream.plan.prompts import read_prompts
 from slipstream.testing.tiny import save_tiny, tiny_model
 
 VOCAB, DEPTH = 40, 4
@@ -154,7 +154,7 @@ def test_mistakes_are_one_line(options: list[str], reason: str) -> None:
 def test_prompt_files_are_lines_or_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_text("a\n\nb\n")
-    assert read_prompts(path) == ["a", "b"]
+    assert [p.prompt for p in read_prompts(path)] == ["a", "b"]
     path.write_text("\n")
     with pytest.raises(ParameterError, match="holds no prompts"):
         read_prompts(path)

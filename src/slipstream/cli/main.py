@@ -16,7 +16,9 @@ import typer
 
 from slipstream.cli.doctor import doctor
 from slipstream.cli.drafters import drafters
+from slipstream.cli.measure import measure
 from slipstream.cli.models import models
+from slipstream.cli.plan import plan
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
 from slipstream.cli.tune import tune
@@ -29,6 +31,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": models,
     "drafters": drafters,
     "doctor": doctor,
+    "measure": measure,
+    "plan": plan,
     "tune": tune,
 }
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slipstream.errors import ParameterError
+from slipstream.plan.prompts import read_prompts
 
 if TYPE_CHECKING:
     from slipstream.drafters._tuned import Tuned
@@ -25,7 +25,7 @@ def tune(
         Path,
         typer.Option(
             help="What people ask the model: a text file with a prompt a line, or .jsonl with objects that"
-            ' hold "prompt" or "messages".'
+            ' hold "prompt", "messages", "turns" or "question".'
         ),
     ],
     limit: Annotated[int, typer.Option(help="Prompts used, the first ones.")] = 8,
@@ -56,7 +56,7 @@ def tune(
     ):
         if value < least:
             raise ParameterError(f"--{name} must be at least {least}, not {value}")
-    questions = read_prompts(prompts)[:limit]
+    questions = [p.prompt for p in read_prompts(prompts)][:limit]
 
     from slipstream.cli.output import print_json, progress
 
@@ -107,30 +107,3 @@ def tune(
     if found.speedup <= 1.0:
         typer.echo("no set is predicted to pay on these prompts: use another drafter", err=True)
     typer.echo(f"kept in {path}; use it with --drafter selfspec", err=True)
-
-
-def read_prompts(path: Path) -> list[str | list[dict[str, Any]]]:
-    """The prompts of a file: a text or a chat each. ParameterError if there are none."""
-    try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(
-            f"the prompts {path} cannot be read ({type(error).__name__}): check it"
-        ) from error
-    found: list[str | list[dict[str, Any]]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if path.suffix != ".jsonl":
-            found.append(line)
-            continue
-        try:
-            value = json.loads(line)
-            found.append(value["messages"] if "messages" in value else value["prompt"])
-        except (ValueError, KeyError, TypeError):
-            raise ParameterError(
-                f'{path}, line {number}: not a JSON object with "prompt" or "messages"'
-            ) from None
-    if not found:
-        raise ParameterError(f"{path} holds no prompts: write one a line")
-    return found

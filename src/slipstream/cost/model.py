@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ GAMMAS = (3, 5, 7, 10)
 PRINTED = {(0.5, 5): 1.25}
 DRAWS, _SEED = 2000, 0
 _LEVEL = (2.5, 97.5)
+_MANY = 32  # rows
 
 
 # -- the classic formulas ---------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def table(
 class Prediction:
     """A way of drafting at one batch size. Seconds are of a whole step, all rows together.
 
-    tau: tokens a row and step. low, high: 95 % interval of the speed-up from the counts and the spread.
+    tau: tokens a row and step. low, high: 95 % interval of the speed-up (itself, where it was not asked for).
     """
 
     batch: int
@@ -151,11 +152,15 @@ def verify_seconds(costs: Costs, batch: int, lengths: Floats, extra: int = 0) ->
     """Mean seconds of a verification whose rows draft independent numbers of tokens with law `lengths`.
 
     lengths: [γ + 1]. extra: tokens a drafting row has beside its chain (a tree). The mean is taken over the
-    law of the sum, since a curve with kinks is not the curve of the mean.
+    law of the sum, since a curve with kinks is not the curve of the mean; in a large batch the sum hardly
+    strays from its own mean, and that is taken.
     """
     one = np.zeros(len(lengths) + extra)
     one[0] = lengths[0]
     one[1 + extra : len(lengths) + extra] += lengths[1:]
+    if batch > _MANY or np.count_nonzero(one) == 1:
+        mean = float(one @ np.arange(len(one)))
+        return float(costs.step.seconds(batch, 1 + mean, costs.context))
     total = np.ones(1)
     for _ in range(batch):
         total = np.convolve(total, one)
@@ -164,77 +169,74 @@ def verify_seconds(costs: Costs, batch: int, lengths: Floats, extra: int = 0) ->
     return float(share @ costs.step.seconds(batch, 1 + drafted / batch, costs.context))
 
 
-def predict(
+def expect(
     costs: Costs, drafter: DraftTime, sample: Sample | Acceptance, batch: int, depth: int, nodes: int = 0
 ) -> Prediction:
-    """Drafts of `depth` tokens (as a tree of `nodes`, if more) for each of `batch` rows.
+    """Drafts of `depth` tokens (as a tree of `nodes`, if more) for each of `batch` rows; no interval.
 
     For a tree the sample must have been counted with trees of this shape.
     """
-    sample = Sample((sample,)) if isinstance(sample, Acceptance) else sample
+    seen = sample.total if isinstance(sample, Sample) else sample
     if depth == 0:
         return costs.plain(batch)
     nodes = max(nodes, depth)
+    return _assemble(costs, drafter, batch, depth, nodes, seen.expected_tokens(depth), seen.lengths(depth))
+
+
+def predict(
+    costs: Costs, drafter: DraftTime, sample: Sample | Acceptance, batch: int, depth: int, nodes: int = 0
+) -> Prediction:
+    """`expect` with the interval that the counts and the spread of the curves leave."""
+    sample = Sample((sample,)) if isinstance(sample, Acceptance) else sample
+    found = expect(costs, drafter, sample, batch, depth, nodes)
+    if depth == 0:
+        return found
     draws = np.cumprod(sample.draws(depth, DRAWS, np.random.default_rng(_SEED)), axis=1).sum(axis=1)
-    tau = sample.total.expected_tokens(depth)
-    lengths = sample.total.lengths(depth)
-    return _assemble(costs, drafter, batch, depth, nodes, tau, 1.0 + draws, lengths)
+    return _bounded(costs, drafter, found, 1.0 + draws)
 
 
 def predict_tree(
     costs: Costs, drafter: DraftTime, choices: Choices, accuracies: Sequence[Sequence[float]], batch: int
 ) -> Prediction:
     """A static tree from the accuracy of each rank at each depth; the interval: the curves' errors only."""
-    tau = choices.expected_tau(accuracies)
-    lengths = np.eye(choices.depth + 1)[choices.depth]
-    return _assemble(costs, drafter, batch, choices.depth, len(choices), tau, np.full(DRAWS, tau), lengths)
+    tau, depth = choices.expected_tau(accuracies), choices.depth
+    lengths = np.concatenate([np.zeros(depth), np.ones(1)])
+    found = _assemble(costs, drafter, batch, depth, len(choices), tau, lengths)
+    return _bounded(costs, drafter, found, np.full(DRAWS, tau))
 
 
 def _assemble(
-    costs: Costs,
-    drafter: DraftTime,
-    batch: int,
-    depth: int,
-    nodes: int,
-    tau: float,
-    taus: Floats,
-    lengths: Floats,
+    costs: Costs, drafter: DraftTime, batch: int, depth: int, nodes: int, tau: float, lengths: Floats
 ) -> Prediction:
-    step, context = costs.step, costs.context
-    plain = float(step.seconds(batch, 1, context))
+    plain = float(costs.step.seconds(batch, 1, costs.context))
     verify = verify_seconds(costs, batch, lengths, nodes - depth)
-    draft = drafter.draft_seconds(batch, depth, nodes, context)
+    draft = drafter.draft_seconds(batch, depth, nodes, costs.context)
+    gain = tau * (plain + costs.overhead) / (draft + verify + costs.overhead)
+    return Prediction(batch, depth, nodes, tau, plain, draft, verify, costs.overhead, gain, gain, gain)
+
+
+def _bounded(costs: Costs, drafter: DraftTime, found: Prediction, taus: Floats) -> Prediction:
+    """With the 95 % interval over draws of tau and of the times, each scattered by its standard error."""
     rng = np.random.default_rng(_SEED + 1)
-    errors = (
-        float(step.relative_error(batch, 1, context)),
-        float(step.relative_error(batch, 1 + nodes, context)),
-        drafter.draft_error(batch, depth, nodes),
+    batch, nodes = found.batch, found.nodes
+    plain, draft, verify = (
+        seconds * (1 + error * rng.standard_normal(len(taus)))
+        for seconds, error in (
+            (found.plain_seconds, float(costs.step.relative_error(batch, 1, costs.context))),
+            (found.draft_seconds, drafter.draft_error(batch, found.depth, nodes)),
+            (found.verify_seconds, float(costs.step.relative_error(batch, 1 + nodes, costs.context))),
+        )
     )
-    noise = [1 + error * rng.standard_normal(len(taus)) for error in errors]
-    drawn = plain * noise[0] + costs.overhead
-    drawn = taus * drawn / (draft * noise[2] + verify * noise[1] + costs.overhead)
-    value = tau * (plain + costs.overhead) / (draft + verify + costs.overhead)
+    drawn = taus * (plain + costs.overhead) / (draft + verify + costs.overhead)
     low, high = (float(v) for v in np.percentile(drawn, _LEVEL))
-    return Prediction(
-        batch,
-        depth,
-        nodes,
-        tau,
-        plain,
-        draft,
-        verify,
-        costs.overhead,
-        value,
-        min(low, value),
-        max(high, value),
-    )
+    return replace(found, low=min(low, found.speedup), high=max(high, found.speedup))
 
 
 def best_length(
     costs: Costs, drafter: DraftTime, sample: Sample | Acceptance, batch: int, longest: int
 ) -> Prediction:
-    """The chain length of 0 … `longest` with the largest predicted speed-up; depth 0 is plain decoding."""
-    found = [predict(costs, drafter, sample, batch, depth) for depth in range(longest + 1)]
+    """The chain length of 0 … `longest` with the largest expected speed-up; depth 0 is plain decoding."""
+    found = [expect(costs, drafter, sample, batch, depth) for depth in range(longest + 1)]
     return max(found, key=lambda p: p.speedup)
 
 
