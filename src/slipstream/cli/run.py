@@ -43,7 +43,8 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME[:KEY=VALUE,...]",
-            help="How much to draft: fixed or additive. Default: always the drafter's own length.",
+            help="How much to draft: fixed, additive, or goodput:curve=FILE, which drafts what pays by what"
+            " `slipstream measure` found. Default: always the drafter's own length.",
         ),
     ] = None,
     max_tokens: Annotated[
