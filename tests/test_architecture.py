@@ -35,7 +35,10 @@ ALLOWED = {
     "bench": LOGIC | {"engine", "api"},
     "plan": LOGIC | {"engine", "api"},
 }
-TORCH_FREE = ("core/tree.py", "core/sequence.py", "core/text.py", "core/stats.py", "engine/scheduler.py")
+TORCH_FREE = (
+    *("core/tree.py", "core/sequence.py", "core/text.py", "core/stats.py", "engine/scheduler.py"),
+    *(f"cost/{name}.py" for name in ("accept", "bundle", "curve", "machines", "model", "roofline", "shape")),
+)
 MAY_USE_TRANSFORMERS = ("model/", "integrations/", "testing/", "cli/doctor.py")
 
 

@@ -18,7 +18,9 @@ import typer
 from slipstream.cli import train
 from slipstream.cli.doctor import doctor
 from slipstream.cli.drafters import controllers, drafters
+from slipstream.cli.measure import measure
 from slipstream.cli.models import models
+from slipstream.cli.plan import plan
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
 from slipstream.cli.tune_medusa import tune_medusa
@@ -33,6 +35,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "drafters": drafters,
     "controllers": controllers,
     "doctor": doctor,
+    "measure": measure,
+    "plan": plan,
 }
 GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
     "tune": (

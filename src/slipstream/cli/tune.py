@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.errors import ParameterError
+from slipstream.plan.prompts import read_prompts
 
 if TYPE_CHECKING:
     from slipstream.cli.output import TerminalProgress
@@ -26,7 +27,7 @@ PromptFile = Annotated[
     typer.Option(
         "--prompts",
         help="What people ask the model: a text file with a prompt a line, or .jsonl with objects that"
-        ' hold "prompt" or "messages".',
+        ' hold "prompt", "messages", "turns" or "question".',
     ),
 ]
 Limit = Annotated[int, typer.Option("--limit", help="Prompts used, the first ones.")]
