@@ -14,8 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from slipstream.cli.config import config
 from slipstream.cli.doctor import doctor
 from slipstream.cli.drafters import drafters
+from slipstream.cli.lint import lint
 from slipstream.cli.models import models
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
@@ -29,6 +31,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": models,
     "drafters": drafters,
     "doctor": doctor,
+    "lint": lint,
+    "config": config,
     "tune": tune,
 }
 
