@@ -17,7 +17,11 @@ from pathlib import Path
 
 OUT = Path(__file__).parents[1] / "src/slipstream/export/vllm_facts.json"
 CONFIGS = ("vllm/config/speculative.py", "vllm/config/__init__.py", "vllm/config.py")
-ARGUMENTS = ("vllm/engine/arg_utils.py", "vllm/entrypoints/openai/cli_args.py", "vllm/entrypoints/launchers/cli_args.py")
+ARGUMENTS = (
+    "vllm/engine/arg_utils.py",
+    "vllm/entrypoints/openai/cli_args.py",
+    "vllm/entrypoints/launchers/cli_args.py",
+)
 NOT_OURS = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
 
 
@@ -64,7 +68,9 @@ def fields(tree: ast.Module, name: str) -> list[str]:
 def flags(tree: ast.Module) -> set[str]:
     """Every string that is a long option, `-` read as `_`."""
     words = {
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     return {w[2:].replace("-", "_") for w in words if w.startswith("--") and w[2:].replace("-", "").isalnum()}
 
@@ -109,7 +115,9 @@ def spans(versions: list[str], known: dict[str, Iterable[str]]) -> dict[str, lis
 
 
 def main() -> None:
-    folders = sorted(Path(sys.argv[1]).glob("vllm-*"), key=lambda p: version_key(p.name.removeprefix("vllm-")))
+    folders = sorted(
+        Path(sys.argv[1]).glob("vllm-*"), key=lambda p: version_key(p.name.removeprefix("vllm-"))
+    )
     read_of = {p.name.removeprefix("vllm-"): read(p) for p in folders}
     read_of = {version: found for version, found in read_of.items() if found["keys"]}
     versions = list(read_of)

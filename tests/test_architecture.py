@@ -29,6 +29,7 @@ ALLOWED = {
     "train": {"core", "model", "heads"},
     "export": {"core", "model", "heads"},
     "watch": {"core", "model", "export"},
+    "deploy": {"core", "model", "export", "watch"},
     "integrations": LOGIC | {"engine", "api", "export"},
     "api": LOGIC | {"engine"},
     "testing": LOGIC | {"engine", "api"},

@@ -29,9 +29,7 @@ PlanFile = Annotated[
 Target = Annotated[str | None, typer.Option(help="The target model: folder or hub name.", show_default=False)]
 DrafterOption = Annotated[
     str | None,
-    typer.Option(
-        help="draft_model, eagle, eagle3, medusa, ngram, suffix, mtp or none.", show_default=False
-    ),
+    typer.Option(help="draft_model, eagle, eagle3, medusa, ngram, suffix, mtp or none.", show_default=False),
 ]
 Model = Annotated[str | None, typer.Option(help="The draft model or head.", show_default=False)]
 Tokens = Annotated[int | None, typer.Option(help="Drafted tokens a step. Default: 3.", show_default=False)]
@@ -48,7 +46,9 @@ DraftParallel = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Any other field of the plan, as name=value; may be repeated.", show_default=False),
+    typer.Option(
+        "--set", help="Any other field of the plan, as name=value; may be repeated.", show_default=False
+    ),
 ]
 
 
@@ -65,7 +65,10 @@ def config(
     draft_tp: DraftParallel = None,
     set_: Settings = None,
     form: Annotated[
-        Form, typer.Option(help="command, json (speculative config), yaml (the engine's file), manifest (Kubernetes).")
+        Form,
+        typer.Option(
+            help="command, json (speculative config), yaml (the engine's file), manifest (Kubernetes)."
+        ),
     ] = Form.command,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write to this file.", show_default=False)
@@ -78,9 +81,7 @@ def config(
     from slipstream.export.manifest import manifest, options_yaml
     from slipstream.model.store import write_atomic
 
-    wanted = plan_of(
-        engine, plan, target, drafter, model, tokens, per_batch, off_above, tp, draft_tp, set_
-    )
+    wanted = plan_of(engine, plan, target, drafter, model, tokens, per_batch, off_above, tp, draft_tp, set_)
     made = settings(wanted)
     if json_:
         print_json(
@@ -166,5 +167,7 @@ def _rows(text: str) -> list[tuple[int, int, int]]:
         try:
             rows.append((int(first), int(last if dash else first), int(length)))
         except ValueError:
-            raise ParameterError(f"--per-batch {part!r}: write FIRST-LAST:LENGTH, as in 1-8:4,9-32:2") from None
+            raise ParameterError(
+                f"--per-batch {part!r}: write FIRST-LAST:LENGTH, as in 1-8:4,9-32:2"
+            ) from None
     return rows

@@ -13,11 +13,16 @@ from slipstream.errors import ParameterError
 
 def lint(
     config: Annotated[
-        str, typer.Argument(help="A file, the text itself (in quotes), or - for standard input.", show_default=False)
+        str,
+        typer.Argument(
+            help="A file, the text itself (in quotes), or - for standard input.", show_default=False
+        ),
     ],
     engine: Annotated[
         str | None,
-        typer.Option(help="vllm==0.32.0, sglang, llama.cpp; default: what the text names.", show_default=False),
+        typer.Option(
+            help="vllm==0.32.0, sglang, llama.cpp; default: what the text names.", show_default=False
+        ),
     ] = None,
     target: Annotated[
         str | None, typer.Option(help="The target model, where the text does not say.", show_default=False)
@@ -44,7 +49,9 @@ def lint(
         try:
             write_atomic(file, report.fixed)
         except OSError as error:
-            raise ParameterError(f"{file} cannot be written ({error.strerror}): print it with --fix -") from error
+            raise ParameterError(
+                f"{file} cannot be written ({error.strerror}): print it with --fix -"
+            ) from error
     shown = report.left if fix else report.faults
     if json_:
         found = report.as_dict()
@@ -55,8 +62,13 @@ def lint(
         where = str(file) if file is not None else report.kind
         for fault in report.faults:
             mark = "warning" if fault.severity == "warning" else "error"
-            state = "" if not fix else " (fixed)" if fault.rule not in {f.rule for f in shown} else " (not fixed)"
-            typer.echo(f"{where}: {fault.where}: {mark} [{fault.rule}]{state}: {fault.message}", err=fix and file is None)
+            state = (
+                "" if not fix else " (fixed)" if fault.rule not in {f.rule for f in shown} else " (not fixed)"
+            )
+            typer.echo(
+                f"{where}: {fault.where}: {mark} [{fault.rule}]{state}: {fault.message}",
+                err=fix and file is None,
+            )
             typer.echo(f"  fix: {fault.fix}", err=fix and file is None)
         if not report.faults:
             typer.echo(f"{where}: no faults for {report.engine}", err=fix and file is None)
@@ -77,7 +89,12 @@ def _text(config: str) -> tuple[Path | None, str]:
     except OSError:
         there = False
     if not there:
-        if looks and " " not in config and not config.lstrip().startswith("{") and (path.suffix or "/" in config):
+        if (
+            looks
+            and " " not in config
+            and not config.lstrip().startswith("{")
+            and (path.suffix or "/" in config)
+        ):
             raise ParameterError(f"there is no file {config}")
         return None, config
     try:

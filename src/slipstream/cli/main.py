@@ -15,13 +15,16 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.config import config
+from slipstream.cli.deploy import deploy
 from slipstream.cli.doctor import doctor
 from slipstream.cli.drafters import drafters
+from slipstream.cli.export import export
 from slipstream.cli.lint import lint
 from slipstream.cli.models import models
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
 from slipstream.cli.tune import tune
+from slipstream.cli.watch import watch
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
@@ -31,8 +34,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": models,
     "drafters": drafters,
     "doctor": doctor,
+    "export": export,
     "lint": lint,
     "config": config,
+    "deploy": deploy,
+    "watch": watch,
     "tune": tune,
 }
 

@@ -75,7 +75,9 @@ def _vllm(plan: DeployPlan) -> Settings:
 def _notes(plan: DeployPlan) -> tuple[str, ...]:
     notes = []
     if plan.drafter != "none":
-        notes.append("engines draft chains: a tree's acceptance is not reached, compare with a chain of the same length")
+        notes.append(
+            "engines draft chains: a tree's acceptance is not reached, compare with a chain of the same length"
+        )
     if plan.drafter == "suffix":
         notes.append("suffix needs `pip install arctic-inference==0.1.1` beside vLLM")
     if plan.off_above is not None:
@@ -85,7 +87,13 @@ def _notes(plan: DeployPlan) -> tuple[str, ...]:
 
 # -- SGLang -----------------------------------------------------------------------------------------
 
-_ALGORITHMS = {"draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3", "ngram": "NGRAM", "mtp": "NEXTN"}
+_ALGORITHMS = {
+    "draft_model": "STANDALONE",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE3",
+    "ngram": "NGRAM",
+    "mtp": "NEXTN",
+}
 ADAPTIVE_FILE = "speculative-adaptive.json"
 
 
@@ -111,7 +119,9 @@ def _sglang(plan: DeployPlan) -> Settings:
                 + ("; vLLM up to 0.32.0 serves Medusa" if plan.drafter == "medusa" else "")
             )
         if plan.draft_tensor_parallel not in (None, plan.tensor_parallel):
-            raise ParameterError(f"{engine} runs the draft with the target's parallelism ({plan.tensor_parallel})")
+            raise ParameterError(
+                f"{engine} runs the draft with the target's parallelism ({plan.tensor_parallel})"
+            )
         if plan.heterogeneous_vocab:
             raise ParameterError(f"{engine} needs a draft with the target's vocabulary")
         options["speculative-algorithm"] = _ALGORITHMS[plan.drafter]
@@ -129,7 +139,9 @@ def _sglang(plan: DeployPlan) -> Settings:
             options["speculative-draft-model-quantization"] = plan.draft_quantization
         if plan.probabilistic:
             if plan.drafter not in ("eagle", "eagle3", "mtp"):
-                raise ParameterError(f"{engine} samples the drafts of EAGLE heads only, not of {plan.drafter}")
+                raise ParameterError(
+                    f"{engine} samples the drafts of EAGLE heads only, not of {plan.drafter}"
+                )
             options["speculative-use-rejection-sampling"] = True
         if plan.lengths is not None:
             if plan.drafter not in ("eagle", "eagle3"):
@@ -154,7 +166,12 @@ def _sglang(plan: DeployPlan) -> Settings:
 
 def _llamacpp(plan: DeployPlan) -> Settings:
     engine = plan.parsed_engine
-    kinds = {"draft_model": "draft-simple", "eagle3": "draft-eagle3", "ngram": "ngram-mod", "mtp": "draft-mtp"}
+    kinds = {
+        "draft_model": "draft-simple",
+        "eagle3": "draft-eagle3",
+        "ngram": "ngram-mod",
+        "mtp": "draft-mtp",
+    }
     options: dict[str, Any] = {"host": plan.host, "port": plan.port, "metrics": True}
     notes = [*_notes(plan)]
     if plan.max_model_len is not None:
@@ -165,7 +182,9 @@ def _llamacpp(plan: DeployPlan) -> Settings:
         if plan.drafter not in kinds:
             raise ParameterError(f"llama.cpp has no {plan.drafter}: it takes {', '.join(kinds)}")
         if plan.lengths is not None:
-            raise ParameterError("llama.cpp has one draft length for all batch sizes: leave per_batch_size out")
+            raise ParameterError(
+                "llama.cpp has one draft length for all batch sizes: leave per_batch_size out"
+            )
         options["spec-type"] = kinds[plan.drafter]
         if plan.model is not None:
             options["spec-draft-model"] = plan.model
@@ -175,7 +194,9 @@ def _llamacpp(plan: DeployPlan) -> Settings:
             options["spec-draft-n-max"] = plan.num_speculative_tokens
     for name, value in (("target", plan.target), ("model", plan.model)):
         if value is not None and not value.endswith(".gguf"):
-            raise ParameterError(f"llama.cpp reads GGUF files, and {name} is {value!r}: convert it and name the file")
+            raise ParameterError(
+                f"llama.cpp reads GGUF files, and {name} is {value!r}: convert it and name the file"
+            )
     for name in ("quantization", "draft_quantization", "dtype"):
         if getattr(plan, name) is not None:
             notes.append(f"{name} is in the GGUF file, not an option of {engine.name}")

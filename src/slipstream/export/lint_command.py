@@ -22,7 +22,11 @@ _SHORT = {
     "-m": "model",
     "-c": "ctx_size",
 }
-_ALIASES = {"tp": "tensor_parallel_size", "tp_size": "tensor_parallel_size", "spec_draft_model": "model_draft"}
+_ALIASES = {
+    "tp": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "spec_draft_model": "model_draft",
+}
 # What stands right before an engine's own options.
 _MARKERS = (
     (re.compile(r"^vllm\.entrypoints\.\S+$"), "vllm"),
@@ -95,12 +99,16 @@ class Command:
                 if target is None and not options:
                     target = token
                 else:
-                    raise ParameterError(f"{token!r} stands alone in the command line: which option is it for?")
+                    raise ParameterError(
+                        f"{token!r} stands alone in the command line: which option is it for?"
+                    )
                 continue
             flag, joined, value = token.partition("=")
             if joined:
                 options.append((flag, value, True))
-            elif index < len(tokens) and not _is_flag(tokens[index]) and tokens[index] not in ("&", ";", "&&"):
+            elif (
+                index < len(tokens) and not _is_flag(tokens[index]) and tokens[index] not in ("&", ";", "&&")
+            ):
                 options.append((flag, tokens[index], False))
                 index += 1
             else:

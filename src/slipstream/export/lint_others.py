@@ -86,7 +86,9 @@ def sglang_algorithm(document: Document, context: Context) -> Iterator[Fault]:
         upper = meant or upper
     path = document.args.get("speculative_draft_model_path", document.args.get("speculative_draft_model"))
     if upper in SGLANG_NEEDS_MODEL and path is None:
-        repair: Repair | None = set_arg("speculative_draft_model_path", context.draft) if context.draft else None
+        repair: Repair | None = (
+            set_arg("speculative_draft_model_path", context.draft) if context.draft else None
+        )
         yield Fault(
             "missing-model",
             "--speculative-draft-model-path",
@@ -217,9 +219,12 @@ def llamacpp_type(document: Document, context: Context) -> Iterator[Fault]:
     words = str(value).split(",")
     for word in words:
         if word not in LLAMACPP_TYPES:
-            guess = {"draft": "draft-simple", "mtp": "draft-mtp", "eagle3": "draft-eagle3", "ngram": "ngram-mod"}.get(
-                word
-            ) or closest(word, LLAMACPP_TYPES)
+            guess = {
+                "draft": "draft-simple",
+                "mtp": "draft-mtp",
+                "eagle3": "draft-eagle3",
+                "ngram": "ngram-mod",
+            }.get(word) or closest(word, LLAMACPP_TYPES)
             mended = ",".join(guess if w == word and guess else w for w in words)
             yield Fault(
                 "method-name",

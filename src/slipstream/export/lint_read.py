@@ -69,7 +69,9 @@ def read(text: str, engine: str = "vllm") -> Document:
         if straight == text:
             raise
     document = _read(straight, engine)
-    document.damage.insert(0, Damage("the text", "typographic quotes, which no parser takes", "write \" and '"))
+    document.damage.insert(
+        0, Damage("the text", "typographic quotes, which no parser takes", "write \" and '")
+    )
     return document
 
 
@@ -315,4 +317,6 @@ def _python_document(text: str) -> Document:
             wanted[SPECULATIVE] = document.speculative
         return call.render(wanted)
 
-    return Document("python", "engine", target if isinstance(target, str) else None, args, speculative, render)
+    return Document(
+        "python", "engine", target if isinstance(target, str) else None, args, speculative, render
+    )

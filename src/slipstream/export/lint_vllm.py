@@ -181,7 +181,9 @@ def method_name(document: Document, context: Context) -> Iterator[Fault]:
             "method-name",
             f"{document.place}: method",
             f"there is no method {method!r}",
-            f'write "{meant}"' if meant else f"use one of {', '.join(facts.names(facts.methods, version)[:8])}, …",
+            f'write "{meant}"'
+            if meant
+            else f"use one of {', '.join(facts.names(facts.methods, version)[:8])}, …",
             repair=set_key("method", meant) if meant else None,
         )
 
@@ -259,7 +261,9 @@ def _batch_switch(document: Document, context: Context, value: Any) -> Fault:
     length = config.get("num_speculative_tokens", DEFAULT_LENGTH)
     table = "num_speculative_tokens_per_batch_size"
     can = facts.has(facts.keys, table, version) and isinstance(value, int) and value > 0
-    schedule = [[1, value, length], [value + 1, value + 1, 0]] if can else None  # it switched off above the value
+    schedule = (
+        [[1, value, length], [value + 1, value + 1, 0]] if can else None
+    )  # it switched off above the value
 
     def repair(changed: Document) -> None:
         if changed.speculative is not None:
@@ -272,7 +276,9 @@ def _batch_switch(document: Document, context: Context, value: Any) -> Fault:
         f"{document.place}: disable_by_batch_size",
         f"{context.engine} has no key disable_by_batch_size;"
         f" it is in {facts.when(facts.keys, 'disable_by_batch_size')}",
-        f'write "{table}": {schedule}' if schedule else f"leave it out: {table} is in {facts.when(facts.keys, table)}",
+        f'write "{table}": {schedule}'
+        if schedule
+        else f"leave it out: {table} is in {facts.when(facts.keys, table)}",
         repair=repair,
     )
 
@@ -333,9 +339,14 @@ def _option(document: Document, name: str) -> str:
 
 
 def missing_model(document: Document, context: Context) -> Iterator[Fault]:
-    """"num_speculative_tokens was provided but without speculative model" (config/speculative.py)."""
+    """ "num_speculative_tokens was provided but without speculative model" (config/speculative.py)."""
     config = document.speculative
-    if not config or "model" in config or "spec_model" in document.args or "speculative_model" in document.args:
+    if (
+        not config
+        or "model" in config
+        or "spec_model" in document.args
+        or "speculative_model" in document.args
+    ):
         return
     method = effective_method(document)
     if method is None or method in NEEDS_NO_MODEL or method.endswith("_mtp"):

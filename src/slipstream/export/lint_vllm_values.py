@@ -20,7 +20,7 @@ def _fault(document: Document, rule: str, key: str, message: str, fix: str, **mo
 
 
 def length(document: Document, context: Context) -> Iterator[Fault]:
-    """"num_speculative_tokens must be provided …" unless the draft's config has n_predict, or for suffix."""
+    """ "num_speculative_tokens must be provided …" unless the draft's config has n_predict, or for suffix."""
     config = document.speculative
     if not config or "spec_tokens" in document.args or _LENGTH in document.args:
         return
@@ -84,7 +84,9 @@ def window(document: Document, context: Context) -> Iterator[Fault]:
         good = sorted(max(1, v) for v in sizes)
 
         def repair(changed: Document) -> None:
-            for name, value in zip(("prompt_lookup_min", "prompt_lookup_max"), (good[0], good[-1]), strict=True):
+            for name, value in zip(
+                ("prompt_lookup_min", "prompt_lookup_max"), (good[0], good[-1]), strict=True
+            ):
                 if changed.speculative is not None:
                     changed.speculative[name] = value
 
@@ -190,7 +192,7 @@ def _mended_schedule(rows: Any) -> list[list[int]] | None:
 
 
 def context_length(document: Document, context: Context) -> Iterator[Fault]:
-    """"speculative_max_model_len cannot be larger than …" (config/speculative.py)."""
+    """ "speculative_max_model_len cannot be larger than …" (config/speculative.py)."""
     config = document.speculative or {}
     value, own = config.get("max_model_len"), document.args.get("max_model_len")
     target = (context.target_config or {}).get("max_position_embeddings")
@@ -226,7 +228,9 @@ def fit(document: Document, context: Context) -> Iterator[Fault]:
             "model",
             f"the draft has {draft.get('vocab_size')} tokens and the target {target.get('vocab_size')}; vLLM"
             " wants the same number",
-            'add "use_heterogeneous_vocab": true (slower; greedy drafts)' if can else f"use another draft: {replace}",
+            'add "use_heterogeneous_vocab": true (slower; greedy drafts)'
+            if can
+            else f"use another draft: {replace}",
             repair=set_key("use_heterogeneous_vocab", True) if can else repair,
         )
     elif method in ("eagle", "eagle3", "medusa"):
@@ -281,7 +285,7 @@ def head_config(document: Document, context: Context) -> Iterator[Fault]:
 
 
 def heterogeneous(document: Document, context: Context) -> Iterator[Fault]:
-    """"use_heterogeneous_vocab only works with method='draft_model'", and with greedy drafts."""
+    """ "use_heterogeneous_vocab only works with method='draft_model'", and with greedy drafts."""
     config = document.speculative or {}
     if not config.get("use_heterogeneous_vocab"):
         return

@@ -48,7 +48,11 @@ def manifest(settings: Settings) -> str:
     container: dict[str, Any] = {
         "name": "engine",
         "image": plan.image or _IMAGES[engine.name].format(version=engine.version),
-        "command": words[:2] if engine.name == "vllm" else words[:3] if engine.name == "sglang" else words[:1],
+        "command": words[:2]
+        if engine.name == "vllm"
+        else words[:3]
+        if engine.name == "sglang"
+        else words[:1],
         "args": words[2:] if engine.name == "vllm" else words[3:] if engine.name == "sglang" else words[1:],
         "ports": [{"name": "http", "containerPort": plan.port}],
         "resources": {"limits": {"nvidia.com/gpu": plan.tensor_parallel}},
@@ -63,7 +67,9 @@ def manifest(settings: Settings) -> str:
         container["volumeMounts"].append({"name": "models", "mountPath": mount, "readOnly": True})
         volumes.append({"name": "models", "persistentVolumeClaim": {"claimName": plan.volume_claim}})
     if settings.files:
-        container["volumeMounts"].append({"name": "settings", "mountPath": "/etc/slipstream", "readOnly": True})
+        container["volumeMounts"].append(
+            {"name": "settings", "mountPath": "/etc/slipstream", "readOnly": True}
+        )
         volumes.append({"name": "settings", "configMap": {"name": f"{plan.name}-settings"}})
     deployment = {
         "apiVersion": "apps/v1",
