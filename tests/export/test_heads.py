@@ -1,4 +1,6 @@
-"""Heads go out and come back tensor for tensor, in every layout; what an engine would compute otherwise is refused."""
+"""Heads go out and come back tensor for tensor, in every layout; what an engine would compute otherwise is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,16 +67,14 @@ def config(
     set_: Settings = None,
     form: Annotated[
         Form,
-        typer.Option(
-            help="command, json (speculative config), yaml (the engine's file), manifest (Kubernetes)."
-        ),
+        typer.Option(help="json: the speculative config; yaml: the engine's file; manifest: Kubernetes."),
     ] = Form.command,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write to this file.", show_default=False)
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Print the configuration of an engine for a plan: what that version lacks is refused, with the reason."""
+    """Print an engine's configuration for a plan: what that version lacks is refused, with the reason."""
     from slipstream.cli.output import print_json
     from slipstream.export.config import settings
     from slipstream.export.manifest import manifest, options_yaml
@@ -98,12 +97,13 @@ def config(
         return
     if form is Form.json and made.plan.parsed_engine.name != "vllm":
         raise ParameterError(f"{made.plan.engine} has no speculative config; print its command or yaml")
-    text = {
+    forms: dict[Form, Callable[[], str]] = {
         Form.command: made.shell,
         Form.json: made.speculative_json,
         Form.yaml: lambda: options_yaml(made),
         Form.manifest: lambda: manifest(made),
-    }[form]()
+    }
+    text = forms[form]()
     if output is not None:
         write_atomic(output, text)
     else:

@@ -51,14 +51,16 @@ def deploy(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait until it is healthy.")] = 1800.0,
     log: Annotated[Path, typer.Option(help="The engine's output.")] = Path("vllm.log"),
     manifest: Annotated[
-        Path | None, typer.Option(help="Start nothing: write the Kubernetes manifest here.", show_default=False)
+        Path | None,
+        typer.Option(help="Start nothing: write the Kubernetes manifest here.", show_default=False),
     ] = None,
     check_only: Annotated[bool, typer.Option("--check", help="Stop it after the check.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the check as JSON.")] = False,
 ) -> None:
-    """Start `vllm serve` with a plan, wait until it is healthy, ask it something, compare its acceptance with the
-    plan's prediction, and serve until Ctrl-C. Exit status 1 if acceptance is far below the prediction; then nothing
-    is left running."""
+    """Start `vllm serve` with a plan, wait until it is healthy, ask it something, compare its acceptance
+    with the plan's prediction, and serve until Ctrl-C. Exit status 1 if acceptance is far below the
+    prediction; then nothing is left running.
+    """
     from slipstream.cli.output import print_json
     from slipstream.deploy.check import check
     from slipstream.deploy.process import Server
@@ -118,7 +120,9 @@ def _installed(executable: str) -> str:
     if program is None:
         return NEWEST["vllm"]
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=120, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return NEWEST["vllm"]
     found = re.findall(r"\d+\.\d+\.\d+", done.stdout)

@@ -57,7 +57,9 @@ def export(
     ] = 3,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a drafter as vLLM, SGLang or its authors lay it out, tensor for tensor, and say which versions take it."""
+    """Write a drafter as vLLM, SGLang or its authors lay it out, tensor for tensor, and say which versions
+    take it.
+    """
     from slipstream.cli.output import print_json
     from slipstream.export.hf import export_hf
     from slipstream.export.sglang import export_sglang

@@ -36,8 +36,9 @@ def lint(
     strict: Annotated[bool, typer.Option("--strict", help="Warnings count as faults.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Name every fault of a speculative-decoding configuration, with the fix. Exit status 1 with faults, 0 without,
-    2 for what cannot be read."""
+    """Name every fault of a speculative-decoding configuration, with the fix. Exit status 1 with faults, 0
+    without, 2 for what cannot be read.
+    """
     from slipstream.cli.output import print_json
     from slipstream.export.lint import lint as check
     from slipstream.model.store import write_atomic

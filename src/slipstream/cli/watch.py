@@ -30,9 +30,12 @@ def watch(
         typer.Option(min=0, help="A drafted token's cost, as a part of a target pass.", show_default=False),
     ] = None,
     off_above: Annotated[
-        int | None, typer.Option(min=1, help="Running requests above which drafting does not pay.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Running requests above which drafting does not pay.", show_default=False),
     ] = None,
-    predicted_tau: Annotated[float | None, typer.Option(min=1, help="What the plan predicts.", show_default=False)] = None,
+    predicted_tau: Annotated[
+        float | None, typer.Option(min=1, help="What the plan predicts.", show_default=False)
+    ] = None,
     history: Annotated[
         Path | None, typer.Option(help="Add what is seen to this file of JSON lines.", show_default=False)
     ] = None,
@@ -41,7 +44,9 @@ def watch(
     ] = None,
     alerts: Annotated[
         str | None,
-        typer.Option(help="Print Prometheus alert rules for vllm, sglang, llama.cpp or slipstream.", show_default=False),
+        typer.Option(
+            help="Print Prometheus alert rules for vllm, sglang, llama.cpp or slipstream.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Show tau, acceptance by position, tokens/s, load and advice for servers of vLLM, SGLang, llama.cpp or
@@ -118,7 +123,8 @@ class _Watcher:
         else:
             stdout().print(self.table(seen))
         return any(
-            isinstance(rates, Exception) or any(a["level"] == "act" for a in self.advice(rates)) for rates in seen
+            isinstance(rates, Exception) or any(a["level"] == "act" for a in self.advice(rates))
+            for rates in seen
         )
 
     def forever(self, json_: bool, every: float, count: int | None) -> bool:
@@ -161,7 +167,15 @@ class _Watcher:
         from slipstream.cli.output import plain_table
 
         table = plain_table(
-            "SERVER", "TAU", "ACCEPTED BY POSITION", "LENGTH", "BEST", "TOKENS/S", "RUNNING", "WAITING", "ADVICE"
+            "SERVER",
+            "TAU",
+            "ACCEPTED BY POSITION",
+            "LENGTH",
+            "BEST",
+            "TOKENS/S",
+            "RUNNING",
+            "WAITING",
+            "ADVICE",
         )
         for url, rates in zip(self.urls, seen, strict=True):
             name = url.removesuffix("/metrics").replace("[", r"\[")

@@ -23,14 +23,17 @@ PROMPTS = (
     "Repeat this line ten times: the quick brown fox jumps over the lazy dog.",
     "Explain in three sentences what a hash table is.",
 )
-# Below this part of what is predicted, acceptance is called a fault; sampling noise of ENOUGH drafts stays well above.
+# Below this part of what is predicted, acceptance is called a fault; sampling noise of ENOUGH drafts stays
+# well above.
 _PART = 0.5
 _NOTHING = 0.05  # accepted tokens a draft
 
 
 @dataclass(frozen=True)
 class Check:
-    """text: of the first answer. seen: between before and after. problem: None if the plan's prediction holds."""
+    """text: of the first answer. seen: between before and after. problem: None if the plan's prediction
+    holds.
+    """
 
     model: str
     text: str
@@ -48,8 +51,12 @@ class Check:
         }
 
 
-def check(url: str, plan: DeployPlan, prompts: Sequence[str] = PROMPTS, max_tokens: int = 64, rounds: int = 4) -> Check:
-    """Ask until enough was drafted, then compare. Raises DeployError if the server does not answer as it should."""
+def check(
+    url: str, plan: DeployPlan, prompts: Sequence[str] = PROMPTS, max_tokens: int = 64, rounds: int = 4
+) -> Check:
+    """Ask until enough was drafted, then compare. Raises DeployError if the server does not answer as it
+    should.
+    """
     model = _model(url)
     before = _reading(url)
     first, requests = "", 0
@@ -76,7 +83,8 @@ def judge(seen: Rates, plan: DeployPlan) -> str | None:
     where = f"{seen.drafts:.0f} drafts, tau {seen.tau or 1.0:.2f}"
     if accepted < _NOTHING and plan.drafter not in ("ngram", "suffix"):
         return (
-            f"next to nothing is accepted ({where}): the drafter is of another model, its tapped layers are counted"
+            f"next to nothing is accepted ({where}): the drafter is of another model, its tapped layers"
+            " are counted"
             " otherwise, or its vocabulary is another; export it again with `slipstream export`"
         )
     if plan.predicted_tau is not None and accepted < _PART * (plan.predicted_tau - 1):

@@ -33,11 +33,14 @@ _REASONS = (
     ),
     (
         r"out of memory|OutOfMemoryError|MemoryError|No available memory for the cache blocks",
-        "out of memory: a smaller max_model_len, fewer max_running, a quantised draft, or more tensor_parallel",
+        "out of memory: a smaller max_model_len, fewer max_running, a quantised draft, or more"
+        " tensor_parallel",
     ),
     (
-        r"no module or parameter named|size mismatch|shape mismatch|AssertionError.*loaded_weight|do not match",
-        "the drafter's tensors do not fit: it is of another model or layout; `slipstream export` writes one that fits",
+        r"no module or parameter named|size mismatch|shape mismatch|AssertionError.*loaded_weight|do not"
+        r" match",
+        "the drafter's tensors do not fit: it is of another model or layout; `slipstream export` writes"
+        " one that fits",
     ),
     (
         r"same vocabulary size",
@@ -61,7 +64,9 @@ class Server:
         """Starts it. Raises DeployError if the program is missing or the port is taken."""
         program = shutil.which(command[0])
         if program is None:
-            raise DeployError(f"there is no program {command[0]}: install the engine, or name it with --executable")
+            raise DeployError(
+                f"there is no program {command[0]}: install the engine, or name it with --executable"
+            )
         require_free(host, port)
         self.host, self.port, self.log = host, port, log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +93,8 @@ class Server:
                 return time.monotonic() - start
             time.sleep(every)
         raise DeployError(
-            f"{self.url}/health did not answer within {timeout:.0f} s: give more with --timeout, or see {self.log}"
+            f"{self.url}/health did not answer within {timeout:.0f} s: give more with --timeout, or see"
+            f" {self.log}"
         )
 
     def _healthy(self) -> bool:
@@ -102,7 +108,9 @@ class Server:
         """DeployError with the reason if the process has ended."""
         code = self.process.poll()
         if code is not None:
-            raise DeployError(f"the engine ended ({_ended(code)}): {self.reason(code)}; its log is {self.log}")
+            raise DeployError(
+                f"the engine ended ({_ended(code)}): {self.reason(code)}; its log is {self.log}"
+            )
 
     def reason(self, code: int | None = None) -> str:
         """What the log says about the end, in words."""
@@ -155,7 +163,8 @@ def require_free(host: str, port: int) -> None:
             probe.bind(("127.0.0.1" if host in ("localhost", "") else host, port))
         except OSError as error:
             raise DeployError(
-                f"port {port} of {host} cannot be used ({error.strerror}): stop what listens there, or choose another"
+                f"port {port} of {host} cannot be used ({error.strerror}): stop what listens there, or"
+                " choose another"
                 " with --set port=N"
             ) from error
 

@@ -1,4 +1,6 @@
-"""From a plan to the configuration of an engine: command line, JSON, YAML, manifest. What a version lacks is refused."""
+"""From a plan to the configuration of an engine: command line, JSON, YAML, manifest. What a version lacks
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ __all__ = ["Settings", "settings", "vllm_speculative"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What starts the engine. command: its words. options: what an engine's own YAML file holds. files: further files
-    that the command names, by path. notes: what the plan wants and this engine does otherwise."""
+    """What starts the engine. command: its words. options: what an engine's own YAML file holds. files:
+    further files that the command names, by path. notes: what the plan wants and this engine does
+    otherwise.
+    """
 
     plan: DeployPlan
     command: list[str]
@@ -76,7 +80,8 @@ def _notes(plan: DeployPlan) -> tuple[str, ...]:
     notes = []
     if plan.drafter != "none":
         notes.append(
-            "engines draft chains: a tree's acceptance is not reached, compare with a chain of the same length"
+            "engines draft chains: a tree's acceptance is not reached, compare with a chain of the same"
+            " length"
         )
     if plan.drafter == "suffix":
         notes.append("suffix needs `pip install arctic-inference==0.1.1` beside vLLM")

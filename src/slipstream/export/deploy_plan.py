@@ -19,10 +19,11 @@ BatchLengths = list[tuple[int, int, int]]
 class DeployPlan(BaseModel):
     """A deployment, in words that no engine owns. Files hold it as JSON with these names.
 
-    num_speculative_tokens: drafted tokens a step, the root is none. per_batch_size: other lengths by running
-    requests, [first, last, length]; length 0 is plain decoding. off_above: no drafting above so many running requests.
-    draft_quantization: an engine's name for it. probabilistic: drafts are sampled and verified by the ratio test.
-    predicted_tau, predicted_acceptance: what was measured for this pair (tokens a pass; per position, unconditional).
+    num_speculative_tokens: drafted tokens a step, the root is none. per_batch_size: other lengths by
+    running requests, [first, last, length]; length 0 is plain decoding. off_above: no drafting above so
+    many running requests. draft_quantization: an engine's name for it. probabilistic: drafts are sampled
+    and verified by the ratio test. predicted_tau, predicted_acceptance: what was measured for this pair
+    (tokens a pass; per position, unconditional).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -76,7 +77,9 @@ class DeployPlan(BaseModel):
 
     @property
     def lengths(self) -> BatchLengths | None:
-        """The lengths by batch size that both ways of giving them come down to; behind the last row it stays so."""
+        """The lengths by batch size that both ways of giving them come down to; behind the last row it
+        stays so.
+        """
         if self.per_batch_size is not None:
             return self.per_batch_size
         if self.off_above is None:
@@ -90,7 +93,8 @@ def _check_rows(rows: BatchLengths, most: int) -> None:
     for first, last, length in rows:
         if first < 1 or first > last or not 0 <= length <= most:
             raise ValueError(
-                f"per_batch_size row {[first, last, length]}: first and last are batch sizes in order, the length is"
+                f"per_batch_size row {[first, last, length]}: first and last are batch sizes in order, the"
+                " length is"
                 f" 0 to num_speculative_tokens ({most})"
             )
     for before, after in zip(rows, rows[1:], strict=False):

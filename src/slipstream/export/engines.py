@@ -1,7 +1,8 @@
 """What each version of a serving engine knows: methods, keys, options, and since when or until when.
 
-vLLM's table is extracted from its released sources (`bench/engine_facts.py` writes `vllm_facts.json`). What is not in
-the sources' declarations (checks in the engine's code) is stated here, each with the file it was read in.
+vLLM's table is extracted from its released sources (`bench/engine_facts.py` writes `vllm_facts.json`). What
+is not in the sources' declarations (checks in the engine's code) is stated here, each with the file it was
+read in.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Spans = list[tuple[Version, Version | None]]
 
 NEWEST = {"vllm": "0.33.0", "sglang": "0.5.23", "llama.cpp": "2026-08"}
 NEEDS_NO_MODEL = frozenset({"ngram", "ngram_gpu", "suffix", "mtp", "dspark", "extract_hidden_states"})
-# Auto-detection by name, vllm/config/speculative.py (0.8.5 to 0.33.0): these parts of a draft's path win over `method`.
+# Auto-detection by name, vllm/config/speculative.py (0.8.5 to 0.33.0): these parts of a draft's path win
+# over `method`.
 NAME_PARTS = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
 OWN_NAMES = frozenset({"eagle", "eagle3", "dflash", "dspark"})
 
@@ -75,7 +77,9 @@ def parse_engine(text: str) -> Engine:
 
 @dataclass(frozen=True)
 class Facts:
-    """The names that the versions of an engine know. A version between two that were read counts as the older."""
+    """The names that the versions of an engine know. A version between two that were read counts as the
+    older.
+    """
 
     read: tuple[str, ...]
     source: str
@@ -116,7 +120,8 @@ def _range(first: Version, last: Version) -> str:
 def vllm() -> Facts:
     """vLLM's table. `draft_model` is in its list of methods since 0.8.5, but 0.10 to 0.14 refuse it.
 
-    (vllm/engine/arg_utils.py of 0.10.0 to 0.14.0; vllm/v1/spec_decode/draft_model.py is there from 0.15.0 on.)
+    (vllm/engine/arg_utils.py of 0.10.0 to 0.14.0; vllm/v1/spec_decode/draft_model.py is there from 0.15.0
+    on.)
     """
     raw = json.loads(resources.files("slipstream.export").joinpath("vllm_facts.json").read_text("utf-8"))
 
@@ -140,21 +145,14 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 # SGLang 0.5.23: sglang/srt/arg_groups/fields/spec.py and speculative_hook.py.
 SGLANG_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO")
 SGLANG_NEEDS_MODEL = frozenset({"EAGLE3", "STANDALONE", "DFLASH"})
-SGLANG_OPTIONS = frozenset(
-    """speculative_algorithm speculative_draft_model_path speculative_draft_model speculative_draft_model_revision
-    speculative_draft_load_format speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens
-    speculative_dflash_block_size speculative_domino_candidate_pool_size speculative_dspark_block_size
-    speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path
-    speculative_dspark_align_verify_tokens_to_graph_tier speculative_accept_threshold_single
-    speculative_accept_threshold_acc speculative_use_rejection_sampling speculative_use_block_verification
-    speculative_token_map speculative_attention_mode speculative_draft_attention_backend speculative_dsa_topk_backend
-    speculative_draft_kv_cache_dtype speculative_draft_window_size speculative_draft_sink_size
-    speculative_moe_runner_backend speculative_moe_a2a_backend speculative_enable_w4a4_mxfp4_megamoe
-    speculative_draft_model_quantization speculative_adaptive speculative_adaptive_config
-    speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth speculative_ngram_match_type
-    speculative_ngram_max_trie_depth speculative_ngram_capacity speculative_ngram_external_corpus_path
-    speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens""".split()
-)
+
+
+@lru_cache
+def sglang_options() -> frozenset[str]:
+    """SGLang's speculative options, extracted from its wheel by `bench/engine_facts.py`."""
+    raw = json.loads(resources.files("slipstream.export").joinpath("sglang_facts.json").read_text("utf-8"))
+    return frozenset(raw["options"])
+
 
 # llama.cpp, `llama-server --help` of summer 2026: the old names still parse, to end in an error.
 LLAMACPP_TYPES = (

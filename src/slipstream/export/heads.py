@@ -1,4 +1,6 @@
-"""Trained heads in the layouts of engines, tensor for tensor. What an engine would compute otherwise is refused."""
+"""Trained heads in the layouts of engines, tensor for tensor. What an engine would compute otherwise is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def open_eagle(folder: Path, target: ModelParts, aux: AuxConvention) -> EagleHea
     layers = head.config.aux_layers
     if list(layers) != sorted(set(layers)):
         raise DrafterError(
-            f"the head in {folder} joins the layers {list(layers)} in this order, and engines join them in the order"
+            f"the head in {folder} joins the layers {list(layers)} in this order, and engines join them in"
+            " the order"
             " of the model: train it with its layers ascending"
         )
     return head
@@ -133,7 +136,8 @@ def medusa_package(heads: MedusaHeads, target: ModelParts) -> Package:
     elif heads.vocab.reduced:
         raise DrafterError(
             "vLLM builds Medusa's own output heads over the whole vocabulary, and these draft"
-            f" {heads.vocab.size} of {config.vocab_size} tokens: train them with output=target, or over all tokens"
+            f" {heads.vocab.size} of {config.vocab_size} tokens: train them with output=target, or over"
+            " all tokens"
         )
     if heads.vocab.reduced:
         tensors["token_map"] = heads.vocab.target_ids()

@@ -38,7 +38,8 @@ _OURS = ("slipstream.json",)  # the manifest of our own store
 
 
 def export_hf(drafter: Path, out: Path, target: Path | None, *, aux: AuxConvention = "auto") -> ExportReport:
-    """Write a drafter as its authors publish it: EAGLE-3's layer is `midlayer`, Medusa's file has its own name.
+    """Write a drafter as its authors publish it: EAGLE-3's layer is `midlayer`, Medusa's file has its own
+    name.
 
     target: its folder; not needed for a draft model.
     """
@@ -87,7 +88,9 @@ def export_draft_model(
     target_name: str,
     tokens: int,
 ) -> ExportReport:
-    """Copy a causal language model into a new folder, after checking that it can draft for the target there."""
+    """Copy a causal language model into a new folder, after checking that it can draft for the target
+    there.
+    """
     require_neutral(out, "draft_model")
     require_room(out)
     config = inspect(drafter).config
@@ -137,6 +140,8 @@ def _require_vocabulary(draft: dict[str, Any], target: dict[str, Any], drafter: 
 
     if size(draft) != size(target):
         raise DrafterError(
-            f"{drafter} has a vocabulary of {size(draft)} tokens and {folder} of {size(target)}: vLLM and SGLang draft"
-            " with the same number only (vLLM 0.25 and newer also with use_heterogeneous_vocab); choose another draft"
+            f"{drafter} has a vocabulary of {size(draft)} tokens and {folder} of {size(target)}: vLLM and"
+            " SGLang draft"
+            " with the same number only (vLLM 0.25 and newer also with use_heterogeneous_vocab); choose"
+            " another draft"
         )

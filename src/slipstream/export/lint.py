@@ -1,4 +1,6 @@
-"""The linter: every fault of a speculative-decoding configuration, with the fix, for an engine of a given version."""
+"""The linter: every fault of a speculative-decoding configuration, with the fix, for an engine of a given
+version.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _ROUNDS = 12
 
 @dataclass(frozen=True)
 class Report:
-    """faults: what was found. fixed: the repaired text, None unless asked for. left: faults that --fix cannot mend."""
+    """faults: what was found. fixed: the repaired text, None unless asked for. left: faults that --fix
+    cannot mend.
+    """
 
     engine: Engine
     kind: str
@@ -51,9 +55,9 @@ def lint(
 ) -> Report:
     """Check a configuration given as text.
 
-    engine: `vllm==0.32.0`; None takes what the text names, else the newest vLLM. target: the model it is for, where
-    the text does not say. draft: the draft model that repairs may fill in. Folders are looked into; names of the hub
-    are not fetched. Raises ParameterError for text that cannot be read.
+    engine: `vllm==0.32.0`; None takes what the text names, else the newest vLLM. target: the model it is
+    for, where the text does not say. draft: the draft model that repairs may fill in. Folders are looked
+    into; names of the hub are not fetched. Raises ParameterError for text that cannot be read.
     """
     document = read(text, engine.partition("==")[0] if engine else "vllm")
     named = parse_engine(engine or document.engine or "vllm")

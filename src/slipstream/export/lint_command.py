@@ -194,7 +194,7 @@ def _quoted(token: str) -> str:
     """Quoted for a shell where it must be; an assignment or operator stays as it is."""
     if re.fullmatch(r"[A-Za-z_]\w*=[\w./:-]*", token) or token in ("&", ";", "&&", "|", ">", ">>", "2>&1"):
         return token
-    if token.startswith("$") or token.startswith("~"):
+    if token.startswith(("$", "~")):
         return token
     return shlex.quote(token)
 
@@ -231,12 +231,11 @@ def _options_start(tokens: list[str], image: str) -> tuple[int | None, str | Non
 
 def _extent(text: str) -> tuple[int, int]:
     """Start and end of the command (with its continued lines, and quotes that span lines) in a script."""
-    position = 0
     for match in re.finditer(r"(?:[^\n\\'\"]|\\.|\\\n|'[^']*'|\"(?:[^\"\\]|\\.|\\\n)*\")+", text):
         piece = match[0]
         if piece.strip() and not piece.lstrip().startswith("#") and looks_like(piece):
             lead = len(piece) - len(piece.lstrip())
+            if text[match.end() : match.end() + 1] in ("'", '"'):  # a quote that is never closed
+                return match.start() + lead, len(text)
             return match.start() + lead, match.start() + len(piece.rstrip())
-        position = match.end()
-    del position
     return 0, len(text.rstrip())

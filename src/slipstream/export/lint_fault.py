@@ -15,8 +15,10 @@ Repair = Callable[[Document], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """rule: its name in the documentation. where: the option or key. severity: an engine refuses or silently ignores
-    an error; a warning is taken, but rarely meant. repair: None where a person must decide."""
+    """rule: its name in the documentation. where: the option or key. severity: an engine refuses or
+    silently ignores an error; a warning is taken, but rarely meant. repair: None where a person must
+    decide.
+    """
 
     rule: str
     where: str

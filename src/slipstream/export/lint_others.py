@@ -1,4 +1,6 @@
-"""The linter's rules for SGLang and llama.cpp, as far as their sources and help texts were read (see engines.py)."""
+"""The linter's rules for SGLang and llama.cpp, as far as their sources and help texts were read (see
+engines.py).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from slipstream.export.engines import (
     LLAMACPP_TYPES,
     SGLANG_ALGORITHMS,
     SGLANG_NEEDS_MODEL,
-    SGLANG_OPTIONS,
     closest,
     model_config,
+    sglang_options,
 )
 from slipstream.export.lint_fault import Context, Fault, Repair, drop_arg, rename_arg, set_arg
 from slipstream.export.lint_read import Document
@@ -38,7 +40,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def sglang_options(document: Document, context: Context) -> Iterator[Fault]:
+def sglang_names(document: Document, context: Context) -> Iterator[Fault]:
     """Speculative options that are not SGLang's; vLLM's way of giving them."""
     if document.speculative is not None:
         yield Fault(
@@ -48,8 +50,8 @@ def sglang_options(document: Document, context: Context) -> Iterator[Fault]:
             "give --speculative-algorithm and its options; `slipstream config sglang` writes them",
         )
     for name in document.args:
-        if name.startswith("speculative") and name not in SGLANG_OPTIONS:
-            guess = closest(name, SGLANG_OPTIONS, 0.7)
+        if name.startswith("speculative") and name not in sglang_options():
+            guess = closest(name, sglang_options(), 0.7)
             yield Fault(
                 "unknown-argument",
                 _flag(name),
@@ -62,7 +64,7 @@ def sglang_options(document: Document, context: Context) -> Iterator[Fault]:
 def sglang_algorithm(document: Document, context: Context) -> Iterator[Fault]:
     """An algorithm that SGLang has, and its draft."""
     name = document.args.get(_ALGORITHM)
-    given = [k for k in document.args if k in SGLANG_OPTIONS and k != _ALGORITHM]
+    given = [k for k in document.args if k in sglang_options() and k != _ALGORITHM]
     if name is None:
         if given:
             yield Fault(
@@ -99,7 +101,9 @@ def sglang_algorithm(document: Document, context: Context) -> Iterator[Fault]:
 
 
 def sglang_shape(document: Document, context: Context) -> Iterator[Fault]:
-    """Steps, top-k and draft tokens: all three or none; a chain has steps + 1 draft tokens (the root counts)."""
+    """Steps, top-k and draft tokens: all three or none; a chain has steps + 1 draft tokens (the root
+    counts).
+    """
     given = {name: document.args[name] for name in _THREE if name in document.args}
     if str(document.args.get(_ALGORITHM)).upper() in ("NGRAM", "DFLASH", "DSPARK", "UNO"):
         return
@@ -184,7 +188,7 @@ def sglang_fit(document: Document, context: Context) -> Iterator[Fault]:
         )
 
 
-SGLANG_RULES: tuple[Rule, ...] = (sglang_options, sglang_algorithm, sglang_shape, sglang_lossy, sglang_fit)
+SGLANG_RULES: tuple[Rule, ...] = (sglang_names, sglang_algorithm, sglang_shape, sglang_lossy, sglang_fit)
 
 
 def llamacpp_removed(document: Document, context: Context) -> Iterator[Fault]:

@@ -1,7 +1,8 @@
 """Reading a configuration in any form people paste it: command line, JSON, YAML, manifest, Python call.
 
-All forms become one `Document`: the target, the engine's arguments and the speculative config as plain values. Repairs
-change those; `render` writes them back in the form they came in, leaving the rest of the text as it was.
+All forms become one `Document`: the target, the engine's arguments and the speculative config as plain
+values. Repairs change those; `render` writes them back in the form they came in, leaving the rest of the
+text as it was.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from slipstream.export import lint_command, lint_python
 from slipstream.export.lint_command import SPECULATIVE, Command
 
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "‘": "'", "’": "'", "–": "--", "—": "--"})
+# Comments, then `key:` or the start of a document.
+_YAML_START = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*(?:---|[\w.-]+[ \t]*:(?:\s|$))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,12 @@ class Damage:
 
 @dataclass
 class Document:
-    """A configuration. args: by name with underscores; speculative: the speculative config, None if there is none.
+    """A configuration. args: by name with underscores; speculative: the speculative config, None if there
+    is none.
 
-    form: "engine" for a whole configuration, "speculative" for a speculative config alone. engine: what the text
-    itself says, as `vllm` or `vllm==0.32.0`. An argument's value that is no literal is `lint_python.Source`.
+    form: "engine" for a whole configuration, "speculative" for a speculative config alone. engine: what the
+    text itself says, as `vllm` or `vllm==0.32.0`. An argument's value that is no literal is
+    `lint_python.Source`.
     """
 
     kind: str
@@ -81,7 +86,7 @@ def _read(text: str, engine: str) -> Document:
         return _mapping_document("json", *_json(stripped))
     if lint_python.looks_like(text):
         return _python_document(text)
-    if lint_command.looks_like(text):
+    if not _YAML_START.match(text) and lint_command.looks_like(text):
         return command_document(Command.parse(text, engine))
     return _yaml(text, engine)
 
@@ -126,13 +131,16 @@ def parse_json(value: Any, where: str) -> tuple[dict[str, Any], Damage | None]:
 
 
 def _loose(text: str) -> Any:
-    """A mapping in Python's spelling, or without quotes (which a shell takes away), as YAML reads it; else None."""
+    """A mapping in Python's spelling, or without quotes (which a shell takes away), as YAML reads it; else
+    None.
+    """
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         pass
     try:
-        from ruamel.yaml import YAML, YAMLError
+        from ruamel.yaml import YAML
+        from ruamel.yaml.error import YAMLError
     except ImportError:
         return None
     try:
@@ -174,7 +182,8 @@ def _json(text: str) -> tuple[dict[str, Any], Callable[[Any], str], list[Damage]
 
 def _yaml(text: str, engine: str) -> Document:
     try:
-        from ruamel.yaml import YAML, YAMLError
+        from ruamel.yaml import YAML
+        from ruamel.yaml.error import YAMLError
     except ImportError:
         raise ParameterError("YAML needs ruamel.yaml: pip install 'slipstream-lm[scale]'") from None
 

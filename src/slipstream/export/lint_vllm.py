@@ -1,6 +1,8 @@
-"""The linter's rules for vLLM about names: arguments, methods, keys. Each reads the document and yields what is wrong in it.
+"""The linter's rules for vLLM about names: arguments, methods, keys. Each reads the document and yields
+what is wrong in it.
 
-Facts come from `engines.vllm()` (extracted from the releases); checks in vLLM's code are quoted by file in the rule.
+Facts come from `engines.vllm()` (extracted from the releases); checks in vLLM's code are quoted by file in
+the rule.
 """
 
 from __future__ import annotations
@@ -248,7 +250,7 @@ def keys(document: Document, context: Context) -> Iterator[Fault]:
 def _instead(name: str) -> str:
     return {
         "speculative_token_tree": "leave it out: vLLM serves chains",
-        "num_speculative_tokens_per_batch_size": "leave it out, or use a newer version: the length is fixed here",
+        "num_speculative_tokens_per_batch_size": "leave it out: the length is fixed here",
         "use_heterogeneous_vocab": "leave it out, and use a draft with the target's vocabulary",
         "synthetic_acceptance_rate": "give synthetic_acceptance_rates, one rate a position",
     }.get(name, "leave it out")
@@ -305,7 +307,9 @@ def _named_like(model: str) -> str | None:
 
 
 def without_weights(document: Document, context: Context) -> tuple[str, Repair]:
-    """What --fix does where the draft cannot be used: the one that was named, else n-grams, which need none."""
+    """What --fix does where the draft cannot be used: the one that was named, else n-grams, which need
+    none.
+    """
     config = document.speculative or {}
     length = config.get("num_speculative_tokens")
 

@@ -53,7 +53,9 @@ def length(document: Document, context: Context) -> Iterator[Fault]:
 
 
 def parallelism(document: Document, context: Context) -> Iterator[Fault]:
-    """1 or the target's (config/speculative.py); draft_model needs the target's (v1/spec_decode/draft_model.py)."""
+    """1 or the target's (config/speculative.py); draft_model needs the target's
+    (v1/spec_decode/draft_model.py).
+    """
     config = document.speculative or {}
     value = config.get("draft_tensor_parallel_size")
     if not isinstance(value, int) or document.form == "speculative":
@@ -210,7 +212,9 @@ def context_length(document: Document, context: Context) -> Iterator[Fault]:
 
 
 def fit(document: Document, context: Context) -> Iterator[Fault]:
-    """Draft and target fit: vocabulary for a draft model, hidden size for an EAGLE head. Local folders only."""
+    """Draft and target fit: vocabulary for a draft model, hidden size for an EAGLE head. Local folders
+    only.
+    """
     config = document.speculative or {}
     draft, target = model_config(config.get("model")), context.target_config
     if draft is None or target is None:
@@ -241,7 +245,8 @@ def fit(document: Document, context: Context) -> Iterator[Fault]:
                 document,
                 "hidden-size",
                 "model",
-                f"the head is for targets of hidden size {draft[kind]}, this one has {target.get('hidden_size')}",
+                f"the head is for targets of hidden size {draft[kind]}, this one has"
+                f" {target.get('hidden_size')}",
                 f"use a head trained for this target: {replace}",
                 repair=repair,
             )
@@ -258,7 +263,9 @@ def fit(document: Document, context: Context) -> Iterator[Fault]:
 
 
 def head_config(document: Document, context: Context) -> Iterator[Fault]:
-    """An EAGLE-3 head that leaves to the engine what it taps: silently near zero acceptance (vllm PR 50170)."""
+    """An EAGLE-3 head that leaves to the engine what it taps: silently near zero acceptance (vllm PR
+    50170).
+    """
     config = document.speculative or {}
     head = model_config(config.get("model"))
     if head is None or effective_method(document) != "eagle3":
@@ -278,7 +285,8 @@ def head_config(document: Document, context: Context) -> Iterator[Fault]:
             document,
             "head-config",
             "model",
-            f"{config['model']}/config.json does not say norm_before_residual: vLLM assumes true, its trainer false",
+            f"{config['model']}/config.json does not say norm_before_residual: vLLM assumes true, its"
+            " trainer false",
             "write it out",
             severity="warning",
         )
@@ -362,6 +370,27 @@ def names(document: Document, context: Context) -> Iterator[Fault]:
             return
 
 
+def medusa_heads(document: Document, context: Context) -> Iterator[Fault]:
+    """vLLM builds as many heads as tokens are asked for, and leaves those random that the checkpoint lacks.
+
+    (MedusaConfig.num_lookahead_tokens, transformers_utils/configs/medusa.py.)
+    """
+    config = document.speculative or {}
+    if effective_method(document) != "medusa":
+        return
+    own, wanted = model_config(config.get("model")) or {}, config.get(_LENGTH)
+    heads = own.get("num_heads", own.get("medusa_num_heads"))
+    if isinstance(heads, int) and isinstance(wanted, int) and wanted > heads:
+        yield _fault(
+            document,
+            "medusa-heads",
+            _LENGTH,
+            f"{wanted} tokens are asked of {heads} heads: vLLM makes up the others",
+            f"write {heads}",
+            repair=set_key(_LENGTH, heads),
+        )
+
+
 VALUE_RULES: tuple[Rule, ...] = (
     length,
     parallelism,
@@ -373,4 +402,5 @@ VALUE_RULES: tuple[Rule, ...] = (
     heterogeneous,
     synthetic,
     names,
+    medusa_heads,
 )

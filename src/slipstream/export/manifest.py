@@ -121,7 +121,9 @@ def _plain(value: Any) -> Any:
 
 
 def _in_container(settings: Settings) -> list[str]:
-    """The command for a container: it listens to the cluster, and reads its files from the mounted settings."""
+    """The command for a container: it listens to the cluster, and reads its files from the mounted
+    settings.
+    """
     words = list(settings.command)
     host = words.index("--host") + 1
     if words[host] in ("127.0.0.1", "localhost"):

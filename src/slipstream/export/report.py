@@ -13,7 +13,9 @@ from slipstream.export.engines import NAME_PARTS, NEWEST, vllm
 @dataclass(frozen=True)
 class ExportReport:
     """engine: vllm, sglang or hf. kind: draft_model, eagle, eagle3 or medusa. takes: versions in words.
-    layout: how the tensors are named. changes: what differs from the head's own folder, and why it is the same head."""
+    layout: how the tensors are named. changes: what differs from the head's own folder, and why it is the
+    same head.
+    """
 
     engine: str
     kind: str
@@ -34,7 +36,8 @@ def require_neutral(folder: Path, kind: str) -> None:
     for part, means in NAME_PARTS:
         if part in str(folder).lower():
             raise DrafterError(
-                f"the path {folder} contains {part!r}, and vLLM takes every draft in such a path for {means!r}:"
+                f"the path {folder} contains {part!r}, and vLLM takes every draft in such a path for"
+                f" {means!r}:"
                 " write to another folder"
             )
 

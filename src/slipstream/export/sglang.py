@@ -95,7 +95,8 @@ def _eagle3(head: EagleHead, layers: int) -> Package:
     beyond = [k for k in config.aux_layers if not 1 <= k < layers]
     if beyond:
         raise DrafterError(
-            f"SGLang taps the outputs of the layers 0 to {layers - 2}; this head taps after {beyond[0]} layers:"
+            f"SGLang taps the outputs of the layers 0 to {layers - 2}; this head taps after {beyond[0]}"
+            " layers:"
             " train it on layers in between"
         )
     package = eagle_package(head)

@@ -14,7 +14,9 @@ from slipstream.model.parts import ModelParts
 
 
 def read_parts(folder: Path) -> ModelParts:
-    """Embedding, final norm and LM head of a checkpoint folder. ModelError if they are not where they usually are."""
+    """Embedding, final norm and LM head of a checkpoint folder. ModelError if they are not where they
+    usually are.
+    """
     config = inspect(folder).config
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, dict) else config
@@ -33,7 +35,8 @@ def read_parts(folder: Path) -> ModelParts:
     missing = [k for k in ("hidden_size", "vocab_size", "num_hidden_layers") if k not in config]
     if embedding is None or missing:
         raise ModelError(
-            f"{folder} is not laid out like a causal language model ({', '.join(missing) or 'no embedding found'}):"
+            f"{folder} is not laid out like a causal language model"
+            f" ({', '.join(missing) or 'no embedding found'}):"
             " give the target's own folder"
         )
     head = nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta")

@@ -1,7 +1,7 @@
 """Slipstream's plans for users of vLLM's `LLM` class.
 
-    from vllm import LLM
-    llm = LLM(plan.target, speculative_config=speculative_config(plan))
+from vllm import LLM
+llm = LLM(plan.target, speculative_config=speculative_config(plan))
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ __all__ = ["speculative_config"]
 def speculative_config(
     plan: DeployPlan | dict[str, Any] | str | Path, *, version: str | None = None
 ) -> dict[str, Any] | None:
-    """The `speculative_config` of vLLM's `LLM` for a plan: the object, its fields, or its file; None for plain decoding.
+    """The `speculative_config` of vLLM's `LLM` for a plan: the object, its fields, or its file; None for
+    plain decoding.
 
-    version: vLLM's; None: the one that is installed here, else the plan's. Raises ParameterError for what that version
-    does not have.
+    version: vLLM's; None: the one that is installed here, else the plan's. Raises ParameterError for what
+    that version does not have.
     """
     from slipstream.export.config_vllm import vllm_speculative
     from slipstream.export.deploy_plan import DeployPlan, make_plan, read_plan

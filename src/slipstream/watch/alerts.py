@@ -11,7 +11,8 @@ _PREFIX = {"vllm": "vllm:", "llama.cpp": "llamacpp:", "slipstream": "slipstream:
 
 
 def alert_rules(engine: str, predicted_tau: float | None = None, off_above: int | None = None) -> str:
-    """A rules file: acceptance near zero, tau far below the plan's, drafting under compute-bound load, server gone.
+    """A rules file: acceptance near zero, tau far below the plan's, drafting under compute-bound load,
+    server gone.
 
     engine: vllm, sglang, llama.cpp or slipstream.
     """
@@ -26,13 +27,16 @@ def alert_rules(engine: str, predicted_tau: float | None = None, off_above: int 
         busy = f"{drafts} > 0"
         running = prefix + ("requests_processing" if engine == "llama.cpp" else "num_requests_running")
     else:
-        raise ParameterError(f"no metrics of {engine!r} are known: give vllm, sglang, llama.cpp or slipstream")
+        raise ParameterError(
+            f"no metrics of {engine!r} are known: give vllm, sglang, llama.cpp or slipstream"
+        )
     rules.append(
         _rule(
             "SpeculationAcceptsNothing",
             f"({tau}) < 1.05 and {busy}",
             "critical",
-            "drafts are made and next to nothing is accepted: wrong head, wrong tapped layers or another vocabulary",
+            "drafts are made and next to nothing is accepted: wrong head, wrong tapped layers or another"
+            " vocabulary",
         )
     )
     if predicted_tau is not None:

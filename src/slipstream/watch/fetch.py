@@ -29,7 +29,10 @@ def get(url: str, timeout: float = 5.0) -> str:
         with urllib.request.urlopen(url, timeout=timeout) as answer:
             raw: bytes = answer.read(_LIMIT)
     except urllib.error.HTTPError as error:
-        hint = {404: "the server has no metrics there; SGLang needs --enable-metrics", 501: "start llama-server with --metrics"}
+        hint = {
+            404: "the server has no metrics there; SGLang needs --enable-metrics",
+            501: "start llama-server with --metrics",
+        }
         raise WatchError(f"{url} answers {error.code}: {hint.get(error.code, error.reason)}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)

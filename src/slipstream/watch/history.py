@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def chart(history: Sequence[dict[str, Any]], file: Path) -> None:
-    """tau, acceptance of the first token, tokens a second and running requests over time, a line a server, as PNG."""
+    """tau, acceptance of the first token, tokens a second and running requests over time, a line a server,
+    as PNG.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -47,9 +49,12 @@ def chart(history: Sequence[dict[str, Any]], file: Path) -> None:
         raise ParameterError("the chart needs matplotlib: pip install 'slipstream-lm[scale]'") from None
     if not history:
         raise ParameterError("the history is empty: watch for a while first")
-    panels = (
+    panels: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
         ("tau", lambda row: row["tau"]),
-        ("first token accepted", lambda row: row["per_position"][0] if row["per_position"] else row["acceptance"]),
+        (
+            "first token accepted",
+            lambda row: row["per_position"][0] if row["per_position"] else row["acceptance"],
+        ),
         ("tokens/s", lambda row: row["tokens_per_second"]),
         ("running requests", lambda row: row["running"]),
     )

@@ -1,8 +1,9 @@
 """One reading of a server's /metrics: the same counters whatever the engine calls them.
 
-Names were read in the sources: vllm 0.32.0 and 0.33.0 v1/spec_decode/metrics.py and v1/metrics/loggers.py; sglang 0.5.23
-srt/observability/metrics_collector.py; llama.cpp's tools/server (its spec_decode_* counters came in 2026: an older
-server has none). Slipstream's own server uses vLLM's names with the prefix `slipstream`.
+Names were read in the sources: vllm 0.32.0 and 0.33.0 v1/spec_decode/metrics.py and v1/metrics/loggers.py;
+sglang 0.5.23 srt/observability/metrics_collector.py; llama.cpp's tools/server (its spec_decode_* counters
+came in 2026: an older server has none). Slipstream's own server uses vLLM's names with the prefix
+`slipstream`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class WatchError(SlipstreamError):
 class Reading:
     """Counters since the server's start, and gauges of this moment; None where the engine has no such number.
 
-    drafts: verifications of a draft. accepted excludes the bonus token. per_position: accepted at position 1, 2, …
-    tau: tokens a verification as the engine itself says it (SGLang's gauge). steps: drafted tokens a step, likewise.
+    drafts: verifications of a draft. accepted excludes the bonus token. per_position: accepted at position
+    1, 2, … tau: tokens a verification as the engine itself says it (SGLang's gauge). steps: drafted tokens
+    a step, likewise.
     """
 
     url: str
@@ -44,7 +46,9 @@ class Reading:
 
 
 def parse(text: str, url: str, at: float) -> Reading:
-    """Reads Prometheus text. at: seconds, of any clock. Raises WatchError for text of no engine that is known."""
+    """Reads Prometheus text. at: seconds, of any clock. Raises WatchError for text of no engine that is
+    known.
+    """
     samples = list(_samples(text, url))
     for engine, prefix in (
         ("vllm", "vllm:"),
@@ -58,7 +62,8 @@ def parse(text: str, url: str, at: float) -> Reading:
             read = {"sglang": _sglang, "llama.cpp": _llamacpp}.get(engine, _vllm)
             return read(_Table(named), url, engine, at)
     raise WatchError(
-        f"{url} shows no metrics of vLLM, SGLang, llama.cpp or Slipstream: SGLang needs --enable-metrics, llama-server"
+        f"{url} shows no metrics of vLLM, SGLang, llama.cpp or Slipstream: SGLang needs --enable-metrics,"
+        " llama-server"
         " --metrics"
     )
 
@@ -104,7 +109,9 @@ class _Table:
         return tuple(sums.get(i, 0.0) for i in range(max(sums, default=-1) + 1))
 
     def models(self) -> tuple[str, ...]:
-        return tuple(sorted({labels["model_name"] for _, labels, _ in self.samples if "model_name" in labels}))
+        return tuple(
+            sorted({labels["model_name"] for _, labels, _ in self.samples if "model_name" in labels})
+        )
 
 
 def _counters(table: _Table) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""What happened between two readings: tau, acceptance, tokens a second, the length that would have been best."""
+"""What happened between two readings: tau, acceptance, tokens a second, the length that would have been
+best.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,18 @@ from typing import Any
 
 from slipstream.watch.metrics import Reading
 
-# What a drafted token costs, as a part of a target pass, where nobody measured it: an EAGLE head's or a small draft's.
+# What a drafted token costs, as a part of a target pass, where nobody measured it: an EAGLE head's or a
+# small draft's.
 ASSUMED_COST = 0.1
 _LONGEST = 16
 
 
 @dataclass(frozen=True)
 class Rates:
-    """per_position: accepted at position i / drafts (unconditional, as vLLM reports it). tau: tokens a verified draft,
-    the bonus token included. best_length: from the measured acceptance and an assumed or given cost of a drafted token.
-    seconds: of the interval; None: since the server's start."""
+    """per_position: accepted at position i / drafts (unconditional, as vLLM reports it). tau: tokens a
+    verified draft, the bonus token included. best_length: from the measured acceptance and an assumed or
+    given cost of a drafted token. seconds: of the interval; None: since the server's start.
+    """
 
     url: str
     engine: str
