@@ -96,7 +96,7 @@ def read(root: Path) -> dict[str, list[str]]:
 
 
 def spans(versions: list[str], known: dict[str, Iterable[str]]) -> dict[str, list[list[str | None]]]:
-    """For each name the runs of versions that have it, [first, last]; last is null where the newest has it."""
+    """For each name the runs of versions that have it: [first, last], last null for the newest."""
     out: dict[str, list[list[str | None]]] = {}
     for name in sorted({n for names in known.values() for n in names}):
         runs: list[list[str | None]] = []
