@@ -263,7 +263,7 @@ def test_a_broken_promise_exits_1(invoke, monkeypatch):
 
     monkeypatch.setattr(generation, "generate", fake)
     monkeypatch.setattr(
-        generation, "warm_up_both", lambda s, p, r, i, c: calls.extend([r, r]) or s.use("none")
+        generation, "warm_up_both", lambda s, p, r, i, c, drawn: calls.extend([r, r]) or s.use("none")
     )
     got = invoke("hello", "--compare", "--max-tokens", "20")
     assert got.exit_code == 1 and "DIFFER from position" in got.stderr

@@ -97,6 +97,7 @@ class Engine:
         built = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
         self.runner.tap(drafter.needs)
         self.drafter, self.controller = drafter, built
+        self.drafter_peak_bytes = 0  # the most it has held when a sequence ended: until then rows only grow
 
     def add(
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
@@ -104,11 +105,10 @@ class Engine:
         """Queue a request; gives its id. Sequences of one `group` have the same prompt."""
         if not prompt:
             raise ParameterError("the prompt is empty; give at least one token")
-        bad = next((t for t in prompt if not 0 <= t < self.runner.vocab_size), None)
+        size = self.runner.vocab_size
+        bad = next((t for t in prompt if not 0 <= t < size), None)
         if bad is not None:
-            raise ParameterError(
-                f"prompt token {bad} is outside the model's vocabulary of {self.runner.vocab_size}"
-            )
+            raise ParameterError(f"prompt token {bad} is outside the model's vocabulary of {size}")
         room = self.context - len(prompt)
         if room < 1:
             raise CapacityError(
@@ -116,10 +116,8 @@ class Engine:
                 " to generate; shorten the prompt"
             )
         for token in (*params.logit_bias, *params.stop_token_ids):
-            if not 0 <= token < self.runner.vocab_size:
-                raise ParameterError(
-                    f"token id {token} is outside the vocabulary of {self.runner.vocab_size}"
-                )
+            if not 0 <= token < size:
+                raise ParameterError(f"token id {token} is outside the vocabulary of {size}")
         if params.stop and self._decode is None:
             raise ParameterError("stop strings need a tokenizer; use stop_token_ids")
         seed = params.seed if seed is None else seed
@@ -218,7 +216,8 @@ class Engine:
             if sequence.group is not None and sequence.id not in self._scheduler.reading:
                 self._read_groups[sequence.group] = sequence.id
             features = {k: v[span.start : span.end] for k, v in output.features.items()}
-            observations.append(Observation(sequence.id, start, sequence.prompt[start:end], features))
+            tokens, after = sequence.prompt[start:end], sequence.prompt[end]
+            observations.append(Observation(sequence.id, start, tokens, features, next_token=after))
         self._observe(observations)
 
     @property
@@ -324,9 +323,9 @@ class Engine:
             # The last emitted token is the new root, so it stays out of the cache.
             kept = (0, *verdict.path)[:emitted]
             self.runner.cache.commit(sequence.id, kept)
-            sampled, source = w.draft.q is not None, w.draft.source
+            sampled, sources = w.draft.q is not None, w.draft.counts_by_source(verdict.path[:emitted])
             for counts in (sequence.counts, self.counts):
-                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, sampled, source)
+                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, sampled, sources)
             accepted = min(len(path_tokens), emitted)
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
@@ -343,6 +342,7 @@ class Engine:
                     output.logits[span.start : span.end]
                     if self.drafter.needs.node_logits and output.logits is not None
                     else None,
+                    sequence.tokens[-1],
                 )
             )
             events.append(event)
@@ -363,6 +363,7 @@ class Engine:
         self._scheduler.retire(sequence)
         self._pipelines.pop(sequence.id, None)
         self.runner.cache.close(sequence.id)
+        self.drafter_peak_bytes = max(self.drafter_peak_bytes, self.drafter.memory_bytes)
         self.drafter.close(sequence.id)
         self.controller.forget(sequence.id)
         if sequence.group is not None and self._read_groups.get(sequence.group) == sequence.id:
