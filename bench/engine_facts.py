@@ -17,11 +17,7 @@ from pathlib import Path
 
 OUT = Path(__file__).parents[1] / "src/slipstream/export/vllm_facts.json"
 CONFIGS = ("vllm/config/speculative.py", "vllm/config/__init__.py", "vllm/config.py")
-ARGUMENTS = (
-    "vllm/engine/arg_utils.py",
-    "vllm/entrypoints/openai/cli_args.py",
-    "vllm/entrypoints/launchers/cli_args.py",
-)
+ARGUMENTS = ("vllm/engine/arg_utils.py", "vllm/entrypoints/**/cli_args.py")  # it moved twice
 NOT_OURS = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
 
 
@@ -86,12 +82,11 @@ def read(root: Path) -> dict[str, list[str]]:
             keys = [k for k in fields(tree, "SpeculativeConfig") if k not in NOT_OURS]
             methods = literals(tree).get("SpeculativeMethod", [])
     args: set[str] = set()
-    for name in ARGUMENTS:
-        if (root / name).is_file():
-            tree = ast.parse((root / name).read_text(encoding="utf-8"))
-            args |= flags(tree)
-            for kind in ("EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs"):
-                args |= set(fields(tree, kind))
+    for file in sorted(path for pattern in ARGUMENTS for path in root.glob(pattern)):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        args |= flags(tree)
+        for kind in ("EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs"):
+            args |= set(fields(tree, kind))
     return {"methods": methods, "keys": keys, "args": sorted(args)}
 
 

@@ -250,7 +250,7 @@ def test_folders_must_not_mislead_an_engine(target: Path, tmp_path: Path) -> Non
 
 
 def test_heads_of_another_target_are_refused(target: Path, tmp_path: Path) -> None:
-    other = save_tiny(tmp_path / "wide", hidden=64)
+    other = save_tiny(tmp_path / "wide", hidden=64, layers=LAYERS)
     source = saved_eagle(tmp_path / "in")
     with pytest.raises(DrafterError, match="hidden size 32, this target has 64"):
         export_vllm(source, tmp_path / "out", other)

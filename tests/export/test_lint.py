@@ -80,7 +80,7 @@ def test_the_head_without_a_model() -> None:
     assert rules(lint(text, "vllm==0.33.0")) == ["missing-model"]
     fixed = repaired(text)
     assert (
-        "# our server" in fixed and "method: ngram # fast" in fixed and "num_speculative_tokens: 2" in fixed
+        "# our server" in fixed and "method: ngram  # fast" in fixed and "num_speculative_tokens: 2" in fixed
     )
     named = repaired(text, draft="org/head")
     assert named == text + "model: org/head\n"
@@ -238,6 +238,12 @@ def test_every_form_is_read_and_written_back(text: str, kind: str) -> None:
     assert "draft_model" in fixed and lint(fixed).faults == []
     if "k)" in text:
         assert '"num_speculative_tokens": k' in fixed, "names stay names"
+
+
+def test_sglangs_call() -> None:
+    report = lint('sgl.Engine(model_path="a", speculative_algorithm="EAGLE-3")', repair=True)
+    assert report.engine.name == "sglang" and rules(report) == ["method-name", "missing-model"]
+    assert report.fixed == 'sgl.Engine(model_path="a", speculative_algorithm="EAGLE3")'
 
 
 def test_an_image_names_the_version() -> None:

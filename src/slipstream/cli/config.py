@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -152,7 +153,10 @@ def plan_of(
         name, joined, value = item.partition("=")
         if not joined:
             raise ParameterError(f"--set {item}: write it as name=value")
-        changes[name] = value
+        try:
+            changes[name] = json.loads(value) if value.startswith("[") else value
+        except ValueError:
+            raise ParameterError(f"--set {item}: a list is written as [1, 2]") from None
     if file is None and "target" not in changes:
         raise ParameterError("give --target MODEL, or --plan FILE")
     return make_plan(**changes) if file is None else read_plan(file, **changes)

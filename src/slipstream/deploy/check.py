@@ -131,7 +131,8 @@ def _json(url: str, body: Any = None, timeout: float = 300.0) -> Any:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        said = error.read(500).decode("utf-8", errors="replace")
+        with error:
+            said = error.read(500).decode("utf-8", errors="replace")
         raise DeployError(f"{url} answers {error.code}: {' '.join(said.split())[:300]}") from error
     except (OSError, ValueError) as error:
         raise DeployError(f"{url} does not answer ({error})") from error

@@ -33,6 +33,11 @@ class Call:
     def line(self) -> int:
         return self.node.lineno
 
+    @property
+    def engine(self) -> str:
+        """Whose call it is."""
+        return "sglang" if _called(self.node.func) == "Engine" else "vllm"
+
     def render(self, wanted: Mapping[str, Any]) -> str:
         """The source with this call's arguments changed; what is not changed stays as it was written."""
         written = {k.arg: k for k in self.node.keywords if k.arg is not None}

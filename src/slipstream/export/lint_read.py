@@ -318,7 +318,8 @@ def _python_document(text: str) -> Document:
             f"{SPECULATIVE} of the call on line {call.line} is not written out, so it cannot be checked:"
             " give the dict itself"
         )
-    target = args.get("model")
+    target = args.get("model", args.get("model_path"))
+    target = target if isinstance(target, str) else None
 
     def render(document: Document) -> str:
         wanted = dict(document.args)
@@ -326,6 +327,4 @@ def _python_document(text: str) -> Document:
             wanted[SPECULATIVE] = document.speculative
         return call.render(wanted)
 
-    return Document(
-        "python", "engine", target if isinstance(target, str) else None, args, speculative, render
-    )
+    return Document("python", "engine", target, args, speculative, render, call.engine)

@@ -29,6 +29,7 @@ def get(url: str, timeout: float = 5.0) -> str:
         with urllib.request.urlopen(url, timeout=timeout) as answer:
             raw: bytes = answer.read(_LIMIT)
     except urllib.error.HTTPError as error:
+        error.close()
         hint = {
             404: "the server has no metrics there; SGLang needs --enable-metrics",
             501: "start llama-server with --metrics",
