@@ -117,7 +117,7 @@ def test_each_rule_finds_its_fault_and_mends_it(case: dict[str, Any], checkpoint
 def test_every_rule_of_the_engine_is_covered() -> None:
     source = "".join(
         (Path(lint.__code__.co_filename).parent / name).read_text()
-        for name in ("lint_vllm.py", "lint_vllm_values.py")
+        for name in ("lint_vllm.py", "lint_vllm_values.py", "lint_vllm_models.py")
     )
     named = set(
         re.findall(r'^\s+"([a-z]+(?:-[a-z]+)+|lossy|combination|vocabulary)",$', source, re.MULTILINE)

@@ -14,6 +14,7 @@ from slipstream.export.engines import Engine, parse_engine
 from slipstream.export.lint_fault import Context, Fault
 from slipstream.export.lint_read import Document, read
 from slipstream.export.lint_vllm import NAME_RULES
+from slipstream.export.lint_vllm_models import MODEL_RULES
 from slipstream.export.lint_vllm_values import VALUE_RULES
 
 _ROUNDS = 12
@@ -80,7 +81,7 @@ def _check(document: Document, context: Context) -> Iterator[Fault]:
     for damage in document.damage:
         yield Fault("syntax", damage.where, damage.message, damage.fix, repair=lambda d: d.damage.clear())
     rules = {
-        "vllm": (*NAME_RULES, *VALUE_RULES),
+        "vllm": (*NAME_RULES, *VALUE_RULES, *MODEL_RULES),
         "sglang": lint_others.SGLANG_RULES,
         "llama.cpp": lint_others.LLAMACPP_RULES,
     }[context.engine.name]

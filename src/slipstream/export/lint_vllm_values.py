@@ -1,31 +1,30 @@
-"""The linter's rules for vLLM about values: lengths, parallelism, vocabularies, hidden sizes, windows."""
+"""The linter's rules for vLLM about values: lengths, parallelism, windows, batch sizes, combinations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from slipstream.export.engines import NAME_PARTS, OWN_NAMES, model_config, vllm
+from slipstream.export.engines import model_config, vllm
 from slipstream.export.lint_fault import Context, Fault, drop_key, set_key
 from slipstream.export.lint_read import Document
-from slipstream.export.lint_vllm import DEFAULT_LENGTH, Rule, effective_method, without_weights
+from slipstream.export.lint_vllm import DEFAULT_LENGTH, Rule, effective_method
 
-_LENGTH = "num_speculative_tokens"
+LENGTH = "num_speculative_tokens"
 _SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
-def _fault(document: Document, rule: str, key: str, message: str, fix: str, **more: Any) -> Fault:
+def spec_fault(document: Document, rule: str, key: str, message: str, fix: str, **more: Any) -> Fault:
     return Fault(rule, f"{document.place}: {key}", message, fix, **more)
 
 
 def length(document: Document, context: Context) -> Iterator[Fault]:
     """ "num_speculative_tokens must be provided …" unless the draft's config has n_predict, or for suffix."""
     config = document.speculative
-    if not config or "spec_tokens" in document.args or _LENGTH in document.args:
+    if not config or "spec_tokens" in document.args or LENGTH in document.args:
         return
     method = effective_method(document)
-    value = config.get(_LENGTH)
+    value = config.get(LENGTH)
     if value is None:
         own = model_config(config.get("model")) or {}
         known = any(k in own for k in ("n_predict", "block_size", "dspark_block_size", "speculators_config"))
@@ -33,22 +32,22 @@ def length(document: Document, context: Context) -> Iterator[Fault]:
             return
         if method is not None and "mtp" in method and context.target_config is None:
             return  # the target's config may say n_predict
-        yield _fault(
+        yield spec_fault(
             document,
             "missing-length",
-            _LENGTH,
-            f"{_LENGTH} is missing, and neither the method nor the draft's config gives it",
-            f'add "{_LENGTH}": {DEFAULT_LENGTH}, then measure',
-            repair=set_key(_LENGTH, DEFAULT_LENGTH),
+            LENGTH,
+            f"{LENGTH} is missing, and neither the method nor the draft's config gives it",
+            f'add "{LENGTH}": {DEFAULT_LENGTH}, then measure',
+            repair=set_key(LENGTH, DEFAULT_LENGTH),
         )
     elif isinstance(value, bool) or (isinstance(value, int | float) and value <= 0):
-        yield _fault(
+        yield spec_fault(
             document,
             "length-value",
-            _LENGTH,
-            f"{_LENGTH} must be a whole number of at least 1, not {value}; 0 is said per batch size",
+            LENGTH,
+            f"{LENGTH} must be a whole number of at least 1, not {value}; 0 is said per batch size",
             f"write {DEFAULT_LENGTH}, or leave the speculative config out",
-            repair=set_key(_LENGTH, DEFAULT_LENGTH),
+            repair=set_key(LENGTH, DEFAULT_LENGTH),
         )
 
 
@@ -65,7 +64,7 @@ def parallelism(document: Document, context: Context) -> Iterator[Fault]:
     if not isinstance(own, int) or value == own or (value == 1 and method != "draft_model"):
         return
     rule = "equal to the target's" if method == "draft_model" else "1 or the target's"
-    yield _fault(
+    yield spec_fault(
         document,
         "draft-parallelism",
         "draft_tensor_parallel_size",
@@ -92,7 +91,7 @@ def window(document: Document, context: Context) -> Iterator[Fault]:
                 if changed.speculative is not None:
                     changed.speculative[name] = value
 
-        yield _fault(
+        yield spec_fault(
             document,
             "ngram-window",
             "prompt_lookup_min",
@@ -106,7 +105,7 @@ def window(document: Document, context: Context) -> Iterator[Fault]:
             if changed.speculative is not None:
                 changed.speculative |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
-        yield _fault(
+        yield spec_fault(
             document,
             "ngram-defaults",
             "prompt_lookup_max",
@@ -126,7 +125,7 @@ def schedule(document: Document, context: Context) -> Iterator[Fault]:
     flaw = _schedule_flaw(rows)
     if flaw is not None:
         mended = _mended_schedule(rows)
-        yield _fault(
+        yield spec_fault(
             document,
             "batch-schedule",
             _SCHEDULE,
@@ -134,20 +133,20 @@ def schedule(document: Document, context: Context) -> Iterator[Fault]:
             f"write {mended}" if mended else "write a list of [first, last, length]",
             repair=set_key(_SCHEDULE, mended) if mended else drop_key(_SCHEDULE),
         )
-    elif isinstance(config.get(_LENGTH), int) and max(row[2] for row in rows) > config[_LENGTH]:
+    elif isinstance(config.get(LENGTH), int) and max(row[2] for row in rows) > config[LENGTH]:
         most = max(row[2] for row in rows)
-        yield _fault(
+        yield spec_fault(
             document,
             "batch-schedule",
             _SCHEDULE,
-            f"lengths above {_LENGTH} ({config[_LENGTH]}) are cut to it without a word",
-            f'write "{_LENGTH}": {most}',
+            f"lengths above {LENGTH} ({config[LENGTH]}) are cut to it without a word",
+            f'write "{LENGTH}": {most}',
             severity="warning",
-            repair=set_key(_LENGTH, most),
+            repair=set_key(LENGTH, most),
         )
     replicas = document.args.get("data_parallel_size", 1)
     if isinstance(replicas, int) and replicas > 1:
-        yield _fault(
+        yield spec_fault(
             document,
             "batch-schedule",
             _SCHEDULE,
@@ -201,7 +200,7 @@ def context_length(document: Document, context: Context) -> Iterator[Fault]:
     draft = (model_config(config.get("model")) or {}).get("max_position_embeddings")
     limits = [v for v in (own, target, draft) if isinstance(v, int)]
     if isinstance(value, int) and limits and value > min(limits):
-        yield _fault(
+        yield spec_fault(
             document,
             "draft-context",
             "max_model_len",
@@ -211,94 +210,13 @@ def context_length(document: Document, context: Context) -> Iterator[Fault]:
         )
 
 
-def fit(document: Document, context: Context) -> Iterator[Fault]:
-    """Draft and target fit: vocabulary for a draft model, hidden size for an EAGLE head. Local folders
-    only.
-    """
-    config = document.speculative or {}
-    draft, target = model_config(config.get("model")), context.target_config
-    if draft is None or target is None:
-        return
-    method = effective_method(document)
-    if method == "draft_model" and draft.get("vocab_size") != target.get("vocab_size"):
-        if config.get("use_heterogeneous_vocab"):
-            return
-        facts = vllm()
-        can = facts.has(facts.keys, "use_heterogeneous_vocab", context.engine.version)
-        replace, repair = without_weights(document, context)
-        yield _fault(
-            document,
-            "vocabulary",
-            "model",
-            f"the draft has {draft.get('vocab_size')} tokens and the target {target.get('vocab_size')}; vLLM"
-            " wants the same number",
-            'add "use_heterogeneous_vocab": true (slower; greedy drafts)'
-            if can
-            else f"use another draft: {replace}",
-            repair=set_key("use_heterogeneous_vocab", True) if can else repair,
-        )
-    elif method in ("eagle", "eagle3", "medusa"):
-        kind = "target_hidden_size" if "target_hidden_size" in draft else "hidden_size"
-        if kind in draft and draft[kind] != target.get("hidden_size"):
-            replace, repair = without_weights(document, context)
-            yield _fault(
-                document,
-                "hidden-size",
-                "model",
-                f"the head is for targets of hidden size {draft[kind]}, this one has"
-                f" {target.get('hidden_size')}",
-                f"use a head trained for this target: {replace}",
-                repair=repair,
-            )
-        elif method == "eagle3" and "vocab_size" in draft and draft["vocab_size"] != target.get("vocab_size"):
-            replace, repair = without_weights(document, context)
-            yield _fault(
-                document,
-                "vocabulary",
-                "model",
-                f"the head is for {draft['vocab_size']} tokens, the target has {target.get('vocab_size')}",
-                f"use a head trained for this target: {replace}",
-                repair=repair,
-            )
-
-
-def head_config(document: Document, context: Context) -> Iterator[Fault]:
-    """An EAGLE-3 head that leaves to the engine what it taps: silently near zero acceptance (vllm PR
-    50170).
-    """
-    config = document.speculative or {}
-    head = model_config(config.get("model"))
-    if head is None or effective_method(document) != "eagle3":
-        return
-    name = "eagle_aux_hidden_state_layer_ids"
-    if not head.get(name) and not (head.get("eagle_config") or {}).get(name):
-        yield _fault(
-            document,
-            "head-config",
-            "model",
-            f"{config['model']}/config.json names no {name}, so the engine guesses which layers to tap",
-            "export it with `slipstream export vllm`, which writes them",
-            severity="warning",
-        )
-    if "speculators_model_type" in head and "norm_before_residual" not in head:
-        yield _fault(
-            document,
-            "head-config",
-            "model",
-            f"{config['model']}/config.json does not say norm_before_residual: vLLM assumes true, its"
-            " trainer false",
-            "write it out",
-            severity="warning",
-        )
-
-
 def heterogeneous(document: Document, context: Context) -> Iterator[Fault]:
     """ "use_heterogeneous_vocab only works with method='draft_model'", and with greedy drafts."""
     config = document.speculative or {}
     if not config.get("use_heterogeneous_vocab"):
         return
     if effective_method(document) != "draft_model":
-        yield _fault(
+        yield spec_fault(
             document,
             "combination",
             "use_heterogeneous_vocab",
@@ -307,7 +225,7 @@ def heterogeneous(document: Document, context: Context) -> Iterator[Fault]:
             repair=drop_key("use_heterogeneous_vocab"),
         )
     elif config.get("draft_sample_method", "greedy") != "greedy":
-        yield _fault(
+        yield spec_fault(
             document,
             "combination",
             "draft_sample_method",
@@ -322,7 +240,7 @@ def synthetic(document: Document, context: Context) -> Iterator[Fault]:
     config = document.speculative or {}
     rates = [k for k in ("synthetic_acceptance_rates", "synthetic_acceptance_length") if k in config]
     if config.get("rejection_sample_method") == "synthetic":
-        yield _fault(
+        yield spec_fault(
             document,
             "lossy",
             "rejection_sample_method",
@@ -331,7 +249,7 @@ def synthetic(document: Document, context: Context) -> Iterator[Fault]:
             severity="warning",
         )
     elif rates:
-        yield _fault(
+        yield spec_fault(
             document,
             "combination",
             rates[0],
@@ -340,7 +258,7 @@ def synthetic(document: Document, context: Context) -> Iterator[Fault]:
             repair=drop_key(*rates),
         )
     if config.get("rejection_sample_method") == "fly":
-        yield _fault(
+        yield spec_fault(
             document,
             "lossy",
             "rejection_sample_method",
@@ -350,57 +268,12 @@ def synthetic(document: Document, context: Context) -> Iterator[Fault]:
         )
 
 
-def names(document: Document, context: Context) -> Iterator[Fault]:
-    """A path that contains eagle-, eagle3, dflash or dspark overrides the method (vllm#47486)."""
-    config = document.speculative or {}
-    model, method = config.get("model"), config.get("method")
-    if not isinstance(model, str) or not isinstance(method, str) or method in OWN_NAMES:
-        return
-    if method in ("ngram", "ngram_gpu", "suffix", "custom_class"):
-        return
-    for part, kind in NAME_PARTS:
-        if part in model.lower():
-            yield _fault(
-                document,
-                "draft-name",
-                "model",
-                f"the path contains {part!r}, so vLLM takes the draft for {kind!r} whatever the method says",
-                f"rename {Path(model).name!r} to something neutral",
-            )
-            return
-
-
-def medusa_heads(document: Document, context: Context) -> Iterator[Fault]:
-    """vLLM builds as many heads as tokens are asked for, and leaves those random that the checkpoint lacks.
-
-    (MedusaConfig.num_lookahead_tokens, transformers_utils/configs/medusa.py.)
-    """
-    config = document.speculative or {}
-    if effective_method(document) != "medusa":
-        return
-    own, wanted = model_config(config.get("model")) or {}, config.get(_LENGTH)
-    heads = own.get("num_heads", own.get("medusa_num_heads"))
-    if isinstance(heads, int) and isinstance(wanted, int) and wanted > heads:
-        yield _fault(
-            document,
-            "medusa-heads",
-            _LENGTH,
-            f"{wanted} tokens are asked of {heads} heads: vLLM makes up the others",
-            f"write {heads}",
-            repair=set_key(_LENGTH, heads),
-        )
-
-
 VALUE_RULES: tuple[Rule, ...] = (
     length,
     parallelism,
     window,
     schedule,
     context_length,
-    fit,
-    head_config,
     heterogeneous,
     synthetic,
-    names,
-    medusa_heads,
 )
