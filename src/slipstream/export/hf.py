@@ -63,7 +63,7 @@ def export_hf(drafter: Path, out: Path, target: Path | None, *, aux: AuxConventi
             f"FasterDecoding's {MEDUSA_FILE}",
             str(out),
             takes_vllm(kind),
-            f"{start}medusa:model={out}",
+            f"{start}medusa:heads={out}",
             (),
         )
     package = eagle_package(open_eagle(drafter, parts, aux), midlayer=True)
@@ -74,7 +74,7 @@ def export_hf(drafter: Path, out: Path, target: Path | None, *, aux: AuxConventi
         "SafeAILab's EAGLE",
         str(out),
         takes_vllm(kind),
-        f"{start}eagle:model={out}",
+        f"{start}eagle:heads={out}",
         package.changes,
     )
 
