@@ -1,12 +1,13 @@
 """Does the real vLLM load what we export, and accept of it what we accept?
 
-    python bench/vllm_loads.py prepare DIR          in Slipstream's environment: tiny targets, exported drafters
+    python bench/vllm_loads.py prepare DIR          in Slipstream's environment: targets and drafters
     VLLM/bin/python bench/vllm_loads.py check DIR   in vLLM's: runs them (a minute each on two cores)
 
-The targets are tiny models of random weights: one whose next token depends on the last alone, for which heads
-that are always right can be written down, and an ordinary one. `prepare` also decodes with Slipstream, `check`
-with vLLM: greedy tokens must be vLLM's own plain ones, and acceptance by position ours within 5 points. Heads
-that are always right must be accepted always: tensors, tapped layers and vocabulary arrived where they belong.
+The targets are tiny models of random weights: one whose next token depends on the last alone, for
+which heads that are always right can be written down, and an ordinary one. `prepare` also decodes with
+Slipstream, `check` with vLLM: greedy tokens must be vLLM's own plain ones, and acceptance by position
+ours within 5 points. Heads that are always right must be accepted always: tensors, tapped layers and
+vocabulary arrived where they belong.
 """
 
 from __future__ import annotations

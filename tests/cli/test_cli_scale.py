@@ -183,8 +183,9 @@ def test_watch_says_what_is_wrong(invoke: Invoke, served: Callable[[str], str]) 
     gone = invoke("watch", served("none"), served("vllm"), "--once", "--json")
     rows = json.loads(gone.stdout)
     assert gone.exit_code == 1 and "answers 404" in rows[0]["error"] and rows[1]["engine"] == "vllm"
-    busy = invoke("watch", served("vllm"), "--once", "--off-above", "4")
-    assert busy.exit_code == 1 and "turn drafting off above 4" in " ".join(busy.stdout.split())
+    busy = invoke("watch", served("vllm"), "--once", "--off-above", "4", "--json")
+    (first, *_) = json.loads(busy.stdout)[0]["advice"]
+    assert busy.exit_code == 1 and "turn drafting off above 4" in first["text"]
     assert invoke("watch").exit_code == 2 and invoke("watch", "x", "--chart", "c.png").exit_code == 2
     rules = invoke("watch", "--alerts", "vllm", "--predicted-tau", "2.5")
     assert rules.exit_code == 0 and "SpeculationBelowPlan" in rules.stdout

@@ -45,7 +45,7 @@ def vllm_speculative(plan: DeployPlan) -> dict[str, Any] | None:
             raise ParameterError("drafts of another vocabulary are draft models with greedy drafts")
         config[_key("use_heterogeneous_vocab", plan)] = True
     if plan.probabilistic:
-        if plan.model is None and plan.drafter != "mtp":
+        if plan.drafter in ("ngram", "suffix", "medusa"):
             raise ParameterError(f"{plan.drafter} proposes single tokens: there is nothing to sample")
         config[_key("draft_sample_method", plan)] = "probabilistic"
     return config
