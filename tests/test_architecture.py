@@ -28,7 +28,9 @@ ALLOWED = {
     "engine": LOGIC,
     "train": LOGIC | {"engine", "api"},  # the target's answers come out of the engine
     "export": {"core", "model", "heads"},
-    "integrations": LOGIC | {"engine", "api"},
+    "watch": {"core", "model", "export"},
+    "deploy": {"core", "model", "export", "watch"},
+    "integrations": LOGIC | {"engine", "api", "export"},
     "api": LOGIC | {"engine"},
     "testing": LOGIC | {"engine", "api"},
     "serve": LOGIC | {"engine", "api"},

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.errors import ParameterError
-from slipstream.plan.prompts import read_prompts
 
 if TYPE_CHECKING:
     from slipstream.cli.output import TerminalProgress
