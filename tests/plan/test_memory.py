@@ -61,7 +61,7 @@ def words() -> list[int]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target, draft, tied, and in heads/ one folder of each kind."""
     root = tmp_path_factory.mktemp("models")
-    target = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=1024)
+    target = tiny_model("llama", max_position_embeddings=1024, **WIDE)
     save_random_heads(target, root / "heads")
     save_tiny(root / "target", model=target)
     save_tiny(root / "draft", layers=1, seed=1, max_position_embeddings=1024, **WIDE)
@@ -89,8 +89,16 @@ SPECS = {
     ],
     "selfspec": ["selfspec:exit=1"],
     "crossvocab": ["crossvocab:model={}/draft", "crossvocab:model={}/draft,mode=intersect"],
-    "medusa": ["medusa:heads={}/heads/medusa", "medusa:heads={}/heads/medusa_reduced"],
-    "eagle": ["eagle:heads={}/heads/eagle1,top_k=1", "eagle:heads={}/heads/eagle3"],
+    "medusa": [
+        "medusa:heads={}/heads/medusa",
+        "medusa:heads={}/heads/medusa_reduced",
+        "medusa:heads={}/heads/medusa,quantise=int8",
+    ],
+    "eagle": [
+        "eagle:heads={}/heads/eagle1,top_k=1",
+        "eagle:heads={}/heads/eagle3",
+        "eagle:heads={}/heads/eagle3,choices=0+1+0.0+0.1+0.0.0",
+    ],
     "cascade": [
         "cascade:drafters=suffix(max_tokens=1500)+draft_model(model={}/draft)",
         "cascade:mode=merge,drafters=ngram+recycle",

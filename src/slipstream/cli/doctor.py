@@ -11,7 +11,7 @@ import typer
 
 from slipstream.cli.memory_plan import as_json, check_numbers, print_plan
 from slipstream.cli.request import DEFAULT_MODEL
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ParameterError, SlipstreamError
 
 if TYPE_CHECKING:
     from slipstream.plan.memory import MemoryPlan
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(
+        typer.Argument(
             help=f"Also check this model; nothing is downloaded. With --drafter by default {DEFAULT_MODEL}.",
+            metavar="[MODEL]",
             show_default=False,
         ),
+    ] = None,
+    model_: Annotated[
+        str | None, typer.Option("--model", help="The same, as other commands have it.", show_default=False)
     ] = None,
     drafter: Annotated[
         str | None,
@@ -51,6 +55,9 @@ def doctor(
     Exit status 1 if the model is refused or does not fit.
     """
     check_numbers(context, batch)
+    if model is not None and model_ is not None:
+        raise ParameterError(f"two models were named, {model} and {model_}: give one")
+    model = model or model_
     if drafter is not None:
         from slipstream.drafters import check_spec
 

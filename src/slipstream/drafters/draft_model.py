@@ -46,10 +46,10 @@ class DraftModelConfig:
     """model: catalogue name, folder, .gguf file or hub id; left out, the one that comes with Slipstream for
     this target. num_speculative_tokens: tokens drafted a step.
 
-    sampled: draw the draft instead of taking its likeliest tokens. min_confidence: stop before a token
-    whose likeliest candidate has less probability than this. dtype: auto is the target's. width: paths
-    followed at once, 1 is a chain. nodes: most tokens of a tree, 0 is width times depth. quantise: none,
-    or int8 weights for half the memory traffic of bfloat16.
+    sampled: draw the draft instead of taking its likeliest tokens. min_confidence: leave out tokens of less
+    probability than this; draw none where even the likeliest has less. dtype: auto is the target's. width:
+    paths followed at once, 1 is a chain. nodes: most tokens of a tree, 0 is width times depth. quantise:
+    none, or int8 weights for half the memory traffic of bfloat16.
     """
 
     model: str = ""
