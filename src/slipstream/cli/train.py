@@ -14,6 +14,7 @@ def build(guarded: Guard) -> typer.Typer:
         help="Train a drafter for a model: prompts, data, capture, then draft, medusa or eagle.",
         no_args_is_help=True,
         rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     train_data.register(app, guarded)
     train_fit.register(app, guarded)
