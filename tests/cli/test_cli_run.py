@@ -629,7 +629,7 @@ def test_a_chat_refuses_options_that_need_a_prompt(models):
 @pytest.mark.parametrize(
     "mistake",
     [
-        ["--drafter", "ngrm"], ["--drafter", "draft_model:modl=x"], ["--drafter", "eagle"], ["world"],
+        ["--drafter", "ngrm"], ["--drafter", "draft_model:modl=x"], ["--drafter", "crossvocab"], ["world"],
         ["--drafter", "cascade:drafters=suffix+nothing"], ["--controller", "additiv"], ["--top-p", "2"],
     ],
 )  # fmt: skip

@@ -282,6 +282,8 @@ def test_what_cannot_be_trained_is_said_before_the_run(
             FitSettings(**wrong)  # type: ignore[arg-type]
 
 
+# Autocast feeds bfloat16 to norms whose weights stay float32; torch says so once a process.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_mixed_precision_trains_float32_weights(
     model: PreTrainedModel, source: TinySource, tmp_path: Path
 ) -> None:
@@ -298,7 +300,7 @@ def test_a_disk_without_room_is_said_before_writing(
     model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.train.disk.free_bytes", lambda folder: 1000)
-    with pytest.raises(CapacityError, match=r"a checkpoint needs .* and 1\.0 kB are free.*resumes"):
+    with pytest.raises(CapacityError, match=r"a checkpoint needs .* and 1\.00 kB are free.*resumes"):
         quick_fit(medusa(model), source, tmp_path, SETTINGS)
     assert not list((tmp_path / "checkpoints").iterdir())
 
