@@ -289,8 +289,9 @@ def test_mixed_precision_trains_float32_weights(
         full = quick_fit(make(model), source, tmp_path / make.__name__ / "fp32", SETTINGS)
         method = make(model)
         mixed = quick_fit(method, source, tmp_path / make.__name__, replace(SETTINGS, precision="bf16"))
-        assert mixed.curve.losses == pytest.approx(full.curve.losses, rel=0.05)
-        assert mixed.curve.losses != full.curve.losses
+        first, last = mixed.curve.losses[0], mixed.curve.losses[-1]
+        assert first == pytest.approx(full.curve.losses[0], rel=0.02) and first != full.curve.losses[0]
+        assert last < first
         assert all(p.dtype == torch.float32 for p in method.parameters())
 
 
@@ -298,7 +299,7 @@ def test_a_disk_without_room_is_said_before_writing(
     model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.train.disk.free_bytes", lambda folder: 1000)
-    with pytest.raises(CapacityError, match=r"a checkpoint needs .* and 1\.0 kB are free.*resumes"):
+    with pytest.raises(CapacityError, match=r"a checkpoint needs .* and 1\.00 kB are free.*resumes"):
         quick_fit(medusa(model), source, tmp_path, SETTINGS)
     assert not list((tmp_path / "checkpoints").iterdir())
 
