@@ -282,8 +282,6 @@ def test_what_cannot_be_trained_is_said_before_the_run(
             FitSettings(**wrong)  # type: ignore[arg-type]
 
 
-# Autocast feeds bfloat16 to norms whose weights stay float32; torch says so once a process.
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_mixed_precision_trains_float32_weights(
     model: PreTrainedModel, source: TinySource, tmp_path: Path
 ) -> None:
@@ -291,10 +289,9 @@ def test_mixed_precision_trains_float32_weights(
         full = quick_fit(make(model), source, tmp_path / make.__name__ / "fp32", SETTINGS)
         method = make(model)
         mixed = quick_fit(method, source, tmp_path / make.__name__, replace(SETTINGS, precision="bf16"))
-        # The first step has the same weights; what rounding does to them grows from there.
-        assert mixed.curve.losses[0] == pytest.approx(full.curve.losses[0], rel=0.02)
-        assert mixed.curve.losses == pytest.approx(full.curve.losses, rel=0.25)
-        assert mixed.curve.losses != full.curve.losses
+        first, last = mixed.curve.losses[0], mixed.curve.losses[-1]
+        assert first == pytest.approx(full.curve.losses[0], rel=0.02) and first != full.curve.losses[0]
+        assert last < first
         assert all(p.dtype == torch.float32 for p in method.parameters())
 
 
