@@ -17,7 +17,7 @@ from slipstream.cost.accept import Acceptance, Sample
 from slipstream.cost.curve import DraftCurve, DraftPoint, Point, StepCurve, median, spread
 from slipstream.errors import ParameterError
 
-KIND, VERSION = "slipstream-measure", 1
+VERSION = 1
 # Beyond this interquartile range, as a share of the median, a measurement is of a busy machine.
 BUSY_SPREAD = 0.15
 
