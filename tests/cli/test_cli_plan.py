@@ -82,7 +82,7 @@ def test_an_estimate_imports_no_torch(here: Path) -> None:
 def test_a_measured_plan_with_a_report(here: Path) -> None:
     got = run("--measured", "m.json", "--batch", "1,8", "--html", "report.html")
     assert got.exit_code == 0 and "report: report.html" in got.stderr
-    assert "[measured]" in got.stdout and "tokens," in got.stdout
+    assert "[measured]" in got.stdout and "tokens; from batch" in got.stdout
     assert (here / "report.html").read_text().startswith("<!doctype html>")
     assert {p.name for p in here.iterdir()} == {"big.json", "small.json", "m.json", "report.html"}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,8 +17,7 @@ from slipstream.cost.accept import Acceptance, Sample
 from slipstream.cost.curve import DraftCurve, DraftPoint, Point, StepCurve, median, spread
 from slipstream.errors import ParameterError
 
-KIND: Final = "slipstream-measure"
-VERSION: Final = 1
+VERSION = 1
 # Beyond this interquartile range, as a share of the median, a measurement is of a busy machine.
 BUSY_SPREAD = 0.15
 

@@ -26,7 +26,6 @@ from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.stats import DraftCounts
 from slipstream.cost.bundle import (
-    KIND,
     AcceptanceCounts,
     Bundle,
     DrafterInfo,
@@ -130,7 +129,7 @@ def measure(
     found = _drafters(session, drafters, prompts, plan, progress) if drafters else _Found()
     session.use("none")
     return Bundle(
-        kind=KIND,
+        kind="slipstream-measure",
         version=1,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         model=name,

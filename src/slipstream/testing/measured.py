@@ -8,7 +8,6 @@ import numpy as np
 
 from slipstream.core.stats import DraftCounts
 from slipstream.cost.bundle import (
-    KIND,
     AcceptanceCounts,
     Bundle,
     DrafterInfo,
@@ -37,7 +36,7 @@ def fake_bundle(
     """
     prices = prices or {"ngram": 0.0001, "draft_model:model=small": 0.015}
     rates = rates or {
-        "ngram": {"code": (0.5, 0.7), "edit": (0.9, 0.95)},
+        "ngram": {"code": (0.2, 0.4), "edit": (0.9, 0.95)},
         "draft_model:model=small": {"code": (0.85, 0.8, 0.75), "edit": (0.8, 0.75)},
     }
     rng = np.random.default_rng(seed)
@@ -46,7 +45,7 @@ def fake_bundle(
         return [seconds * float(f) for f in 1 + noise * np.abs(rng.standard_normal(9))]
 
     return Bundle(
-        kind=KIND,
+        kind="slipstream-measure",
         version=1,
         created="2026-01-01T00:00:00+00:00",
         model="target",
