@@ -168,7 +168,7 @@ def check(root: Path) -> int:
 if __name__ == "__main__":
     step, where = sys.argv[1], Path(sys.argv[2]).resolve()
     if step == "prepare":
-        where.mkdir(parents=True, exist_ok=True)
+        where.mkdir(parents=True)  # a new folder
         prepare(where)
     elif step == "one":
         one(where, int(sys.argv[3]))

@@ -89,6 +89,7 @@ def test_eagle3_for_vllm(target: Path, tmp_path: Path, layout: Any, reduced: int
     if layout == "speculators":
         assert raw["speculators_model_type"] == "eagle3" and "model_type" not in raw
         assert raw["transformer_layer_config"]["model_type"] == "llama"
+        assert raw["transformer_layer_config"]["num_aux_hidden_states"] == len(TAPS)
         assert raw["speculators_config"]["verifier"]["name_or_path"] == str(target)
         assert raw["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
         assert report.start == f"vllm serve {tmp_path / 'out'}"
@@ -189,13 +190,11 @@ def test_medusa_for_vllm(target: Path, tmp_path: Path, output: str, reduced: int
             assert torch.equal(tensors[f"lm_heads.{h}.weight"], head[2].weight)  # type: ignore[index]
     assert raw["medusa_fc_bias"] is True and raw["original_lm_head"] is (output == "target")
     assert raw["num_heads"] == 3 and raw["num_hidden_layers"] == 2
-    assert raw["truncated_vocab_size"] == (reduced or raw["vocab_size"])
+    # vLLM 0.32.0 refuses a checkpoint with a token_map (bench/vllm_loads.py met it): all tokens are drafted
+    assert raw["truncated_vocab_size"] == raw["vocab_size"] and "token_map" not in tensors
+    assert any("draft all 258 tokens, not 64" in change for change in report.changes) == bool(reduced)
     if output == "target":
-        rows = MODEL.get_output_embeddings().weight[heads.vocab.target_ids()]  # type: ignore[union-attr,index]
-        assert torch.equal(tensors["lm_head.weight"], rows)
-    assert ("token_map" in tensors) == (reduced is not None)
-    if reduced:
-        assert torch.equal(tensors["token_map"], heads.vocab.target_ids())
+        assert torch.equal(tensors["lm_head.weight"], MODEL.get_output_embeddings().weight)  # type: ignore[union-attr,arg-type]
 
 
 def test_medusa_that_no_engine_takes(target: Path, tmp_path: Path) -> None:
@@ -251,7 +250,7 @@ def test_folders_must_not_mislead_an_engine(target: Path, tmp_path: Path) -> Non
 
 def test_heads_of_another_target_are_refused(target: Path, tmp_path: Path) -> None:
     other = save_tiny(tmp_path / "wide", hidden=64, layers=LAYERS)
-    source = saved_eagle(tmp_path / "in")
+    source = saved_eagle(tmp_path / "in", 1)
     with pytest.raises(DrafterError, match="hidden size 32, this target has 64"):
         export_vllm(source, tmp_path / "out", other)
     save_eagle(

@@ -116,7 +116,7 @@ def edited(package: Package, edit: Callable[[dict[str, Any]], None], *changes: s
 
 
 def medusa_package(heads: MedusaHeads, target: ModelParts) -> Package:
-    """vLLM's names (vllm/model_executor/models/medusa.py up to 0.32.0): blocks, lm_heads, token_map."""
+    """vLLM's names (vllm/model_executor/models/medusa.py up to 0.32.0): blocks, lm_heads or one lm_head."""
     config = heads.config
     tensors: Tensors = {}
     for h, head in enumerate(heads.heads):
@@ -129,24 +129,26 @@ def medusa_package(heads: MedusaHeads, target: ModelParts) -> Package:
     shared = config.output == "target"
     changes = ["tensors are called as vLLM calls them"]
     if shared:
-        rows: torch.Tensor = target.lm_head_rows(heads.vocab.target_ids()).weight.detach()
-        dtype = next(iter(tensors.values())).dtype
-        tensors["lm_head.weight"] = rows.to(dtype)
+        every = torch.arange(config.vocab_size)
+        weight: torch.Tensor = target.lm_head_rows(every).weight.detach()
+        tensors["lm_head.weight"] = weight.to(next(iter(tensors.values())).dtype)
         changes.append("the target's LM head is shipped with them: vLLM does not share it")
+        if heads.vocab.reduced:
+            changes.append(
+                f"they draft all {config.vocab_size} tokens, not {heads.vocab.size}: vLLM 0.32.0 reads a token_map"
+                " and then refuses to start for want of it"
+            )
     elif heads.vocab.reduced:
         raise DrafterError(
             "vLLM builds Medusa's own output heads over the whole vocabulary, and these draft"
-            f" {heads.vocab.size} of {config.vocab_size} tokens: train them with output=target, or over"
-            " all tokens"
+            f" {heads.vocab.size} of {config.vocab_size} tokens: train them with output=target, or over all tokens"
         )
-    if heads.vocab.reduced:
-        tensors["token_map"] = heads.vocab.target_ids()
     raw: dict[str, Any] = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
-        "truncated_vocab_size": heads.vocab.size,
+        "truncated_vocab_size": config.vocab_size,
         "num_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
         "original_lm_head": shared,

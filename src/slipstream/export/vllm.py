@@ -109,6 +109,8 @@ def speculators_package(
     """The config of vllm-project/speculators 0.9 around the same tensors."""
     raw = package.config
     layer = {k: raw[k] for k in _OF_THE_LAYER if k in raw}
+    # vLLM copies this part, and takes three tapped layers where it is not told otherwise
+    layer["num_aux_hidden_states"] = len(head.config.aux_layers)
     config: dict[str, Any] = {
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
