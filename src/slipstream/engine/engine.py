@@ -23,8 +23,9 @@ from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.core.text import Decode, TextStream
 from slipstream.core.tree import TokenTree
 from slipstream.drafters.none import NoConfig, NoDrafter
+from slipstream.engine.inputs import check_request
 from slipstream.engine.scheduler import Scheduler
-from slipstream.errors import CapacityError, DrafterError, ParameterError
+from slipstream.errors import DrafterError, ParameterError
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Output, Runner
@@ -81,6 +82,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._read_groups: dict[int, int] = {}  # group -> a running sequence that has read its prompt
         self._next_id = 0
+        self._closed = False
         self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
         self.set_drafter(drafter, controller)
 
@@ -91,6 +93,7 @@ class Engine:
 
         The earlier drafter is not shut down; it may be set again.
         """
+        self._require_open()
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
         drafter = drafter or self._plain
@@ -103,23 +106,8 @@ class Engine:
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
     ) -> int:
         """Queue a request; gives its id. Sequences of one `group` have the same prompt."""
-        if not prompt:
-            raise ParameterError("the prompt is empty; give at least one token")
-        size = self.runner.vocab_size
-        bad = next((t for t in prompt if not 0 <= t < size), None)
-        if bad is not None:
-            raise ParameterError(f"prompt token {bad} is outside the model's vocabulary of {size}")
-        room = self.context - len(prompt)
-        if room < 1:
-            raise CapacityError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.context}, with at least one"
-                " to generate; shorten the prompt"
-            )
-        for token in (*params.logit_bias, *params.stop_token_ids):
-            if not 0 <= token < size:
-                raise ParameterError(f"token id {token} is outside the vocabulary of {size}")
-        if params.stop and self._decode is None:
-            raise ParameterError("stop strings need a tokenizer; use stop_token_ids")
+        self._require_open()
+        check_request(prompt, params, self.runner.vocab_size, self.context, self._decode is not None)
         seed = params.seed if seed is None else seed
         sequence = Sequence(
             id=self._next_id,
@@ -127,7 +115,7 @@ class Engine:
             params=params,
             seed=secrets.randbits(63) if seed is None else seed,
             eos_ids=self.eos_ids,
-            room=room,
+            room=self.context - len(prompt),
             stream=TextStream(self._decode, params.stop) if self._decode else None,
             group=group,
             lossy=self.lossy,
@@ -379,12 +367,19 @@ class Engine:
             yield from self.step()
 
     def abandon(self) -> None:
-        """Forget every request, wherever it is."""
+        """Forget every request, wherever it is; who still holds one sees it cancelled."""
         for sequence in list(self._scheduler):
+            if not sequence.finished:
+                sequence.cancel()
             self._retire(sequence)
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ParameterError("this session is closed; load the model again")
+
     def close(self) -> None:
-        """Free everything. The model gets its own attention back."""
+        """Free everything. The model gets its own attention back, so nothing can be decoded any more."""
+        self._closed = True
         try:
             self.abandon()
             self.drafter.shutdown()
