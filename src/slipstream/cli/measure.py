@@ -76,8 +76,8 @@ def measure(
     for file in (out, png):
         if file is not None and not file.parent.is_dir():
             raise ParameterError(f"the folder of {file} does not exist: make it, or write elsewhere")
-    grid = [numbers("rows", rows), numbers("nodes", nodes), numbers("contexts", contexts)]
-    lengths = numbers("depths", depths)
+    batches, widths = numbers("rows", rows), numbers("nodes", nodes)
+    cached, lengths = numbers("contexts", contexts), numbers("depths", depths)
 
     from slipstream.cli.output import print_json, progress
     from slipstream.core.spec import make_config, parse_spec
@@ -96,7 +96,7 @@ def measure(
 
         if threads is not None:
             torch.set_num_threads(threads)
-        plan = Plan(*grid, lengths, rounds=rounds, tokens=tokens, most_tokens=most_tokens)
+        plan = Plan(batches, widths, cached, lengths, rounds=rounds, tokens=tokens, most_tokens=most_tokens)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
         with slipstream.load(model, max_rows=max(plan.rows), progress=drawn, **options) as session:
             bundle = take(session, model, drafter or [], asked, plan, drawn)
