@@ -135,13 +135,13 @@ def medusa_package(heads: MedusaHeads, target: ModelParts) -> Package:
         changes.append("the target's LM head is shipped with them: vLLM does not share it")
         if heads.vocab.reduced:
             changes.append(
-                f"they draft all {config.vocab_size} tokens, not {heads.vocab.size}: vLLM 0.32.0 reads a token_map"
-                " and then refuses to start for want of it"
+                f"they draft all {config.vocab_size} tokens, not {heads.vocab.size}: vLLM 0.32.0 reads a"
+                " token_map and then refuses to start for want of it"
             )
     elif heads.vocab.reduced:
         raise DrafterError(
             "vLLM builds Medusa's own output heads over the whole vocabulary, and these draft"
-            f" {heads.vocab.size} of {config.vocab_size} tokens: train them with output=target, or over all tokens"
+            f" {heads.vocab.size} of {config.vocab_size} tokens: train them with output=target, or over all"
         )
     raw: dict[str, Any] = {
         "model_type": "medusa",
