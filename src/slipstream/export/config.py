@@ -76,11 +76,10 @@ def _vllm(plan: DeployPlan) -> Settings:
 
 
 def _words(options: Mapping[str, Any]) -> list[str]:
-    """Options as words: True is a bare flag, False is left out."""
+    """Options as words; True is a bare flag."""
     words = list[str]()
     for name, value in options.items():
-        if value is not False:
-            words += ["--" + name] if value is True else ["--" + name, str(value)]
+        words += ["--" + name] if value is True else ["--" + name, str(value)]
     return words
 
 
@@ -169,7 +168,7 @@ def _sglang(plan: DeployPlan) -> Settings:
         elif plan.drafter == "ngram":
             notes.append("the window of n-grams is SGLang's own: prompt_lookup_min and _max are not used")
     command = ["python", "-m", "sglang.launch_server", "--model-path", plan.target]
-    options |= plan.extra
+    options |= plan.extra_options
     command += _words(options)
     return Settings(plan, command, None, {"model-path": plan.target, **options}, files, tuple(notes))
 
@@ -216,6 +215,6 @@ def _llamacpp(plan: DeployPlan) -> Settings:
     if plan.tensor_parallel > 1:
         notes.append("llama.cpp splits layers over GPUs by itself; tensor_parallel is not used")
     command = ["llama-server", "--model", plan.target]
-    options |= plan.extra
+    options |= plan.extra_options
     command += _words(options)
     return Settings(plan, command, None, {"model": plan.target, **options}, {}, tuple(notes))

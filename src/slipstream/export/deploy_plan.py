@@ -77,6 +77,11 @@ class DeployPlan(BaseModel):
         return parse_engine(self.engine)
 
     @property
+    def extra_options(self) -> dict[str, str | int | float | bool]:
+        """`extra` without what is set to false, which is how an option is left out."""
+        return {name: value for name, value in self.extra.items() if value is not False}
+
+    @property
     def lengths(self) -> BatchLengths | None:
         """The lengths by batch size that both ways of giving them come down to; behind the last row it
         stays so.
