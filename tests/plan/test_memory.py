@@ -107,7 +107,7 @@ SPECS = {
 EVERY = [
     pytest.param(s, marks=[needs_int8] if "int8" in s else []) for specs in SPECS.values() for s in specs
 ]
-SIZES = ((260, 2), (560, 1), (260, 1))  # context and rows; one slot is 512 columns wide or a multiple
+SIZES = ((400, 2), (700, 1), (400, 1))  # context and rows; one slot is 512 columns wide or a multiple
 PYTHON = ("ngram", "suffix", "cascade")  # hold Python objects, of which tracemalloc tells below
 
 
@@ -159,7 +159,7 @@ def test_what_is_predicted_is_held_and_what_is_told_is_allocated(
     assert (held > 10_000) == (not spec.startswith(("none", "selfspec")))
 
 
-@pytest.mark.parametrize("context", [260, 560])
+@pytest.mark.parametrize("context", [400, 700])
 def test_the_targets_own_memory_is_predicted(models: Path, session: Session, context: int) -> None:
     plan = plan_memory(str(models / "target"), context=context, rows=2)
     session.use("none")
