@@ -26,9 +26,11 @@ ALLOWED = {
     # A drafter that samples draws from the very law its q tells, so drafters see the warps, no more.
     "drafters": {"core", "model", "heads", "logits.warp"},
     "engine": LOGIC,
-    "train": {"core", "model", "heads"},
+    "train": LOGIC | {"engine", "api"},  # the target's answers come out of the engine
     "export": {"core", "model", "heads"},
-    "integrations": LOGIC | {"engine", "api"},
+    "watch": {"core", "model", "export"},
+    "deploy": {"core", "model", "export", "watch"},
+    "integrations": LOGIC | {"engine", "api", "export"},
     "api": LOGIC | {"engine"},
     "testing": LOGIC | {"engine", "api"},
     "serve": LOGIC | {"engine", "api"},

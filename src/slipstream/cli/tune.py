@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.errors import ParameterError
-from slipstream.plan.prompts import read_prompts
 
 if TYPE_CHECKING:
     from slipstream.cli.output import TerminalProgress
     from slipstream.engine.session import Completion, Session
+    from slipstream.train.rows import Row
 
 ModelName = Annotated[
     str,
@@ -63,22 +63,17 @@ def opened(
     model: str, prompts: Path, limit: int, *, dtype: str, device: str, trust_remote_code: bool
 ) -> Iterator[Tuning]:
     """Read the prompts, then load the model; mistakes in the file are told before anything is loaded."""
-    questions = [p.prompt for p in read_prompts(prompts)][:limit]
-
     from slipstream.cli.output import progress
+    from slipstream.train.rows import read_rows
 
+    rows = read_rows([str(prompts)], limit=limit)
     with progress() as drawn:
         drawn.stage(f"looking for {model}", 0)
         from slipstream.api import load
-        from slipstream.engine.inputs import encode
 
         options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": drawn}
         with load(model, trust_remote_code=trust_remote_code, **options) as session:
-            chat = session.tokenizer.chat_template is not None
-            asked = [
-                [{"role": "user", "content": q}] if chat and isinstance(q, str) else q for q in questions
-            ]
-            yield Tuning(session, [encode(session.tokenizer, q) for q in asked], drawn)
+            yield Tuning(session, [_question(session.tokenizer, row) for row in rows], drawn)
 
 
 def require_least(least: int, **numbers: int) -> None:
@@ -86,3 +81,13 @@ def require_least(least: int, **numbers: int) -> None:
     for name, value in numbers.items():
         if value < least:
             raise ParameterError(f"--{name} must be at least {least}, not {value}")
+
+
+def _question(tokenizer: Any, row: Row) -> list[int]:
+    """What a row asks last, as token ids."""
+    from slipstream.engine.inputs import encode
+
+    messages = row.messages if row.messages[-1]["role"] == "user" else row.messages[:-1]
+    if tokenizer.chat_template or len(messages) > 1:
+        return encode(tokenizer, [dict(m) for m in messages])
+    return encode(tokenizer, messages[0]["content"])
