@@ -199,8 +199,8 @@ def _assumptions(machine: Machine, price: float | None, trials: float) -> tuple[
         f"kernels reach {machine.reached_bandwidth:.0%} of the bandwidth and {machine.reached_flops:.0%} of"
         " the arithmetic of the data sheet",
         f"a layer costs {machine.layer_seconds * 1e6:g} µs beside that",
-        f"acceptance is as given, for every task; intervals are as if it came from {trials:g} drafts, and hold"
-        " no error of the data sheet",
+        f"acceptance is as given, for every task; intervals are as if it came from {trials:g} drafts, and"
+        " hold no error of the data sheet",
     ]
     if price is None and machine.price is not None:
         told.append(
