@@ -149,7 +149,7 @@ def _best(setup: Setup, candidate: Candidate, sample: Sample, batch: int, task: 
         if task != ALL and task not in samples:
             continue
         counted = samples[task] if task != ALL else _together(samples)
-        tree = expect(setup.costs, candidate.draft, counted, batch, counted.total.depth, nodes)
+        tree = expect(setup.costs, candidate.draft, counted, batch, len(counted.total.drafted), nodes)
         found = max(found, tree, key=lambda p: p.speedup)
     return found
 
