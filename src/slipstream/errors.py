@@ -8,7 +8,13 @@ from __future__ import annotations
 
 
 class SlipstreamError(Exception):
-    """Base of all errors that the user can mend. The message is complete by itself."""
+    """Base of all errors that the user can mend. The message is complete by itself.
+
+    seq_id: the one sequence of a step that met it, whose end lets the others go on; None where it is not
+    one sequence's own.
+    """
+
+    seq_id: int | None = None
 
 
 class ParameterError(SlipstreamError, ValueError):

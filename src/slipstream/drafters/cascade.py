@@ -75,14 +75,7 @@ class CascadeDrafter(Drafter):
         nodes = max(part.draft_nodes for part in self.parts)
         self.draft_nodes = max(nodes, *lengths) if nodes and given is None else 0
         self.learns = any(part.learns for part in self.parts)
-        wanted = [part.needs for part in self.parts]
-        # A part that reads the prompt waits for the first token by itself, so that the others need not.
-        self.needs = Needs(
-            hidden_layers=tuple(sorted({layer for n in wanted for layer in n.hidden_layers})),
-            last_hidden=any(n.last_hidden for n in wanted),
-            node_logits=any(n.node_logits for n in wanted),
-            reads_prompt=all(n.reads_prompt for n in wanted),
-        )
+        self.needs = Needs.union(part.needs for part in self.parts)
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:
         for part in self.parts:
@@ -122,7 +115,7 @@ class CascadeDrafter(Drafter):
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for part in self.parts:
-            part.observe([_cut(seen, part.needs) for seen in observations])
+            part.observe([seen.only(part.needs) for seen in observations])
 
     def close(self, seq_id: int) -> None:
         for part in self.parts:
@@ -197,13 +190,3 @@ def _merge(one: Draft, other: Draft) -> Draft:
                 best[path] = max(score, best.get(path, 0.0))
         scores = tuple(best[tree.path_tokens(node)] for node in range(len(tree)))
     return Draft(tree, scores=scores, source=f"{one.source}+{other.source}")
-
-
-def _cut(seen: Observation, needs: Needs) -> Observation:
-    """What a part that declared `needs` would have been told alone."""
-    wanted: set[int | str] = {*needs.hidden_layers, *(("last",) if needs.last_hidden else ())}
-    return replace(
-        seen,
-        features={k: v for k, v in seen.features.items() if k in wanted},
-        node_logits=seen.node_logits if needs.node_logits else None,
-    )

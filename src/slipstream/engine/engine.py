@@ -23,9 +23,11 @@ from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.core.text import Decode, TextStream
 from slipstream.core.tree import TokenTree
 from slipstream.drafters.none import NoConfig, NoDrafter
-from slipstream.engine.scheduler import Scheduler
-from slipstream.errors import CapacityError, DrafterError, ParameterError
+from slipstream.engine.drafting import cut_budget, fit_draft
+from slipstream.engine.scheduler import Load, Scheduler
+from slipstream.errors import CapacityError, DrafterError, ParameterError, SlipstreamError
 from slipstream.logits.pipeline import LogitsPipeline
+from slipstream.model.cache import WIDTH
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Output, Runner
 from slipstream.verify import Verdict, build_views, check_rule, choose_rule
@@ -45,7 +47,9 @@ class Engine:
 
     vocab_size: ids that may be emitted (a head's padding is beyond it). decode turns token ids into
     text; without it there is no text and no stop string. rule: see `verify.choose_rule`; one that changes
-    the output needs lossy=True, and `Engine.lossy` and every event say so. All methods are for one thread.
+    the output needs lossy=True, and `Engine.lossy` and every event say so. cache_tokens: most tokens cached
+    for all rows together; a request waits until all it may come to need is free. All methods are for one
+    thread.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Engine:
         controller: Controller | str | None = None,
         max_rows: int = 8,
         context: int | None = None,
+        cache_tokens: int | None = None,
         chunk: int = CHUNK,
         rule: str = "auto",
         lossy: bool = False,
@@ -76,7 +81,7 @@ class Engine:
         self.counts = DraftCounts()
         self.seconds = Seconds()
         self._decode = decode
-        self._scheduler = Scheduler(max_rows, chunk)
+        self._scheduler = Scheduler(max_rows, chunk, cache_tokens, WIDTH)
         self._pipelines: dict[int, LogitsPipeline] = {}
         self._cancelled: set[int] = set()
         self._read_groups: dict[int, int] = {}  # group -> a running sequence that has read its prompt
@@ -134,9 +139,10 @@ class Engine:
             group=group,
             lossy=self.lossy,
         )
-        self._next_id += 1
-        self._pipelines[sequence.id] = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt))
+        pipeline = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt))
         self._scheduler.add(sequence)
+        self._pipelines[sequence.id] = pipeline
+        self._next_id += 1
         return sequence.id
 
     def cancel(self, seq_id: int) -> None:
@@ -151,6 +157,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return len(self._scheduler) > 0
+
+    @property
+    def load(self) -> Load:
+        """What is held and what waits now."""
+        return self._scheduler.load
 
     @property
     def memory_bytes(self) -> int:
@@ -235,10 +246,10 @@ class Engine:
         states = [RowState(s.id, len(s.tokens), s.remaining) for s in rows]
         budgets = []
         for sequence, budget in zip(rows, self.controller.plan(states), strict=True):
-            depth = min(budget.depth, sequence.remaining - 1, self.context - len(sequence.tokens))
+            room = min(sequence.remaining - 1, self.context - len(sequence.tokens))
             if self.drafter.needs.reads_prompt and sequence.num_output == 0:
-                depth = 0  # the first token must not wait until the drafter has read the prompt
-            budgets.append(Budget(max(depth, 0), budget.nodes if depth > 0 else 0, budget.stop_below))
+                room = 0  # the first token must not wait until the drafter has read the prompt
+            budgets.append(cut_budget(budget, room))
         return budgets
 
     def _propose(self, rows: list[Sequence], budgets: list[Budget]) -> list[_Work]:
@@ -254,30 +265,11 @@ class Engine:
             raise DrafterError(
                 f"drafter {self.drafter.name!r} gave {len(drafts)} drafts for {len(asked)} requests"
             )
-        draft_of = {r.seq_id: self._fit(r, d) for r, d in zip(asked, drafts, strict=True)}
+        name = self.drafter.name
+        draft_of = {
+            r.seq_id: fit_draft(r, d, self.vocab_size, name) for r, d in zip(asked, drafts, strict=True)
+        }
         return [_Work(s, draft_of.get(s.id) or Draft(TokenTree.root(s.tokens[-1]))) for s in rows]
-
-    def _fit(self, request: DraftRequest, draft: Draft) -> Draft:
-        """Cut a draft to its budget and to tokens that exist.
-
-        The budget is cut without looking at tokens. Ids outside the vocabulary are dropped, which is
-        exact for point masses; a sampled draft that holds one was not drawn from its q.
-        """
-        tree = draft.tree
-        if tree.tokens[0] != request.root:
-            raise DrafterError(
-                f"drafter {self.drafter.name!r} rooted its draft at token {tree.tokens[0]},"
-                f" the root is {request.root}"
-            )
-        draft = draft.truncate(request.budget.depth, request.budget.nodes)
-        inside = [n for n, t in enumerate(draft.tree.tokens) if n == 0 or 0 <= t < self.vocab_size]
-        if len(inside) < len(draft.tree):
-            if draft.q is not None:
-                raise DrafterError(
-                    f"drafter {self.drafter.name!r} drew a token outside the target's vocabulary"
-                )
-            draft = draft.select(inside)
-        return draft
 
     def _verify(self, work: list[_Work]) -> tuple[Output, list[Verdict], list[list[TokenLogprob]]]:
         clock = time.perf_counter()
@@ -290,20 +282,21 @@ class Engine:
         rows_of = [(w.sequence, w.draft.tree, span.start) for w, span in zip(work, spans, strict=True)]
         seen = [ViewRow(self._pipelines[s.id], s.tokens, tree, s.seed, start) for s, tree, start in rows_of]
         views = build_views(seen, output.logits)
-        verdicts = [self._rule(w.draft)(w.draft, view) for w, view in zip(work, views, strict=True)]
-        chosen_logprobs = []
-        for w, span, verdict in zip(work, spans, verdicts, strict=True):
-            rows: list[TokenLogprob] = []
-            if w.sequence.params.logprobs is not None:
-                parents = (0, *verdict.path)
-                chosen = (*(w.draft.tree.tokens[n] for n in verdict.path), verdict.token)
-                for node, token in zip(parents, chosen, strict=True):
-                    rows.append(
-                        self._pipelines[w.sequence.id].logprobs(
-                            output.logits[span.start + node], token, w.sequence.params.logprobs
-                        )
-                    )
-            chosen_logprobs.append(rows)
+        verdicts = []
+        for w, view in zip(work, views, strict=True):
+            try:
+                verdicts.append(self._rule(w.draft)(w.draft, view))
+            except SlipstreamError as error:
+                error.seq_id = w.sequence.id
+                raise
+        chosen_logprobs = [
+            seen_row.pipeline.chosen_logprobs(
+                output.logits[span.start : span.end],
+                (0, *verdict.path),
+                (*(w.draft.tree.tokens[n] for n in verdict.path), verdict.token),
+            )
+            for w, seen_row, span, verdict in zip(work, seen, spans, verdicts, strict=True)
+        ]
         return output, verdicts, chosen_logprobs
 
     def _commit(
@@ -377,10 +370,11 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
-    def abandon(self) -> None:
-        """Forget every request, wherever it is."""
+    def abandon(self, only: Items[int] | None = None) -> None:
+        """Forget every request, or these, wherever they are and whatever a failed step left of them."""
         for sequence in list(self._scheduler):
-            self._retire(sequence)
+            if only is None or sequence.id in only:
+                self._retire(sequence)
 
     def close(self) -> None:
         """Free everything. The model gets its own attention back."""

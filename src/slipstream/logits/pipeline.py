@@ -94,3 +94,12 @@ class LogitsPipeline:
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         ordered = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
         return TokenLogprob(token, float(logp[token]), tuple(ordered))
+
+    def chosen_logprobs(
+        self, logits: torch.Tensor, nodes: Sequence[int], tokens: Sequence[int]
+    ) -> list[TokenLogprob]:
+        """`logprobs` of each token at its node, from one row's logits [nodes, width]; [] if not asked for."""
+        n_top = self.params.logprobs
+        if n_top is None:
+            return []
+        return [self.logprobs(logits[node], token, n_top) for node, token in zip(nodes, tokens, strict=True)]
