@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 import slipstream
@@ -13,6 +18,8 @@ from slipstream import Session
 from slipstream.drafters import build_drafter
 from slipstream.serve.limits import Limits
 from slipstream.serve.metrics import Metrics
+from slipstream.serve.server import Binding, Server, listen
+from slipstream.serve.service import Options, Service
 from slipstream.serve.worker import Worker
 from slipstream.testing.tiny import save_tiny
 
@@ -52,3 +59,60 @@ def make_worker(session: Session) -> Iterator[Callable[..., Worker]]:
     for worker in made:
         worker.shutdown(0.0)
         assert not worker.alive
+
+
+@dataclass
+class Running:
+    """A server in a thread, on a port of its own, and the session it serves."""
+
+    url: str
+    session: Session
+    worker: Worker
+    port: int
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+
+@contextmanager
+def running(session: Session, drafters: dict[str, Any] | None = None, **options: Any) -> Iterator[Running]:
+    """Serve `session`; options are those of Limits, Options and Binding."""
+    chosen = drafters or {}
+    built = {name: build_drafter(chosen.get(name, name), session.info) for name in ("ngram", "none", *chosen)}
+
+    def take(kind: type[Any], **given: Any) -> Any:
+        names = {f.name for f in fields(kind)}
+        return kind(**given, **{k: options.pop(k) for k in list(options) if k in names})
+
+    limits = take(Limits)
+    worker = Worker(session, limits, Metrics("tiny"), drafters=built, default="ngram")
+    service = Service(session, worker, limits, take(Options, names=("tiny",)))
+    server = Server(service, take(Binding, port=0))
+    assert not options
+    listening = listen(server.binding.host, 0)
+    port = listening.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield Running(f"http://127.0.0.1:{port}", session, worker, port)
+    finally:
+        server.handle_exit(2, None)
+        thread.join(30)
+        listening.close()
+        assert not thread.is_alive() and not worker.alive
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, draft_folder: Path) -> Iterator[Running]:
+    with slipstream.load(str(folder), max_rows=8) as loaded:
+        small = {"draft_model": f"draft_model:model={draft_folder}", "suffix": "suffix"}
+        with running(loaded, small) as made:
+            yield made
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return server.client()

@@ -11,15 +11,14 @@ from slipstream.errors import ParameterError
 class Limits:
     """Bounds an operator can set. What is beyond them is refused with a message that names the bound.
 
-    body_bytes: of a request body. json_depth: nesting of a body. waiting: sequences that may wait for a slot
-    beyond those that run. seconds: from arrival to the last token. n: answers of one prompt. prompts: prompts
-    of one request. top_logprobs: alternatives a token. stops: stop strings or ids. stop_chars: of one stop
-    string. bias: entries of logit_bias. schema_bytes and schema_depth: of a JSON schema, regular
-    expression or grammar. tools: of one request. speculative_tokens: most that a request may ask to draft.
+    body_bytes: of a request body. waiting: sequences that may wait for a slot beyond those that run. seconds:
+    from arrival to the last token. n: answers of one prompt. prompts: prompts of one request. top_logprobs:
+    alternatives a token. stops: stop strings or ids. stop_chars: of one stop string. bias: entries of
+    logit_bias. schema_bytes and schema_depth: of a JSON schema, regular expression, grammar or tool. tools:
+    of one request. speculative_tokens: most that a request may ask to draft.
     """
 
     body_bytes: int = 4 << 20
-    json_depth: int = 64
     waiting: int = 64
     seconds: float = 600.0
     n: int = 8

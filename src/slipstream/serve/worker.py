@@ -184,14 +184,24 @@ class Worker:
             ticket.left = True
             self._condition.notify()
 
-    def shutdown(self, grace: float) -> None:
-        """Take nothing more, finish what there is within `grace` seconds, fail the rest; waits."""
+    def begin_shutdown(self, grace: float) -> None:
+        """Take nothing more, finish what there is within `grace` seconds, fail the rest. Only the first call
+        counts."""
         with self._condition:
-            self._closing = True
-            self._give_up_at = self._clock() + grace
-            self._condition.notify()
+            if not self._closing:
+                self._closing = True
+                self._give_up_at = self._clock() + grace
+                self._condition.notify()
+
+    def join(self) -> None:
+        """Until the thread has ended after `begin_shutdown`: one step later than its grace, at most."""
         if self._thread.ident is not None:
-            self._thread.join(grace + 60.0)  # one step more than `grace`, however long a step is
+            self._thread.join()
+
+    def shutdown(self, grace: float) -> None:
+        """Both."""
+        self.begin_shutdown(grace)
+        self.join()
 
     def _retry_after(self) -> int:
         """Seconds until the queue has probably moved by one request a slot."""
