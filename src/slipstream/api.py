@@ -12,6 +12,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.drafters import TargetInfo, build_drafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.session import Session
+from slipstream.logits.grammar import Grammars
 from slipstream.model.generation import GenerationDefaults
 from slipstream.model.load import LoadedModel
 from slipstream.model.load import load as load_model
@@ -65,6 +66,7 @@ def load(
             vocab_size=info.vocab_size,
             eos_ids=info.eos_ids,
             decode=lambda ids: loaded.tokenizer.decode(list(ids), skip_special_tokens=True),
+            grammars=Grammars(loaded.tokenizer, info.vocab_size, info.eos_ids),
             controller=controller,
             max_rows=max_rows,
             context=context,

@@ -19,12 +19,14 @@ from slipstream.cli.drafters import drafters
 from slipstream.cli.models import models
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
+from slipstream.cli.serve import serve
 from slipstream.cli.tune import tune
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run,
+    "serve": serve,
     "pull": pull,
     "models": models,
     "drafters": drafters,

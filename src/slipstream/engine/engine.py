@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +17,17 @@ from typing import Any
 
 from slipstream.control import Controller, RowOutcome, RowState, build_controller
 from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest, Observation
-from slipstream.core.params import SamplingParams
+from slipstream.core.params import GrammarSpec, SamplingParams
 from slipstream.core.sequence import Event, Sequence, TokenLogprob
 from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.core.text import Decode, TextStream
 from slipstream.core.tree import TokenTree
 from slipstream.drafters.none import NoConfig, NoDrafter
-from slipstream.engine.drafting import cut_budget, fit_draft
+from slipstream.engine.drafting import cut_budget, fit_draft, forced_draft
+from slipstream.engine.inputs import check_request
 from slipstream.engine.scheduler import Load, Scheduler
-from slipstream.errors import CapacityError, DrafterError, ParameterError, SlipstreamError
+from slipstream.errors import DrafterError, ParameterError, SlipstreamError
+from slipstream.logits.grammar import Grammar
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.cache import WIDTH
 from slipstream.model.pack import PackRow
@@ -46,10 +48,10 @@ class Engine:
     """Decodes many sequences at once with one drafter.
 
     vocab_size: ids that may be emitted (a head's padding is beyond it). decode turns token ids into
-    text; without it there is no text and no stop string. rule: see `verify.choose_rule`; one that changes
-    the output needs lossy=True, and `Engine.lossy` and every event say so. cache_tokens: most tokens cached
-    for all rows together; a request waits until all it may come to need is free. All methods are for one
-    thread.
+    text; without it there is no text and no stop string. grammars compiles those of requests. rule: see
+    `verify.choose_rule`; one that changes the output needs lossy=True, and `Engine.lossy` and every event
+    say so. cache_tokens: most tokens cached for all rows together; a request waits until all it may come to
+    need is free. All methods are for one thread.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Engine:
         vocab_size: int | None = None,
         eos_ids: Items[int] | frozenset[int] = (),
         decode: Decode | None = None,
+        grammars: Callable[[GrammarSpec], Grammar] | None = None,
         controller: Controller | str | None = None,
         max_rows: int = 8,
         context: int | None = None,
@@ -81,6 +84,7 @@ class Engine:
         self.counts = DraftCounts()
         self.seconds = Seconds()
         self._decode = decode
+        self.grammars = grammars
         self._scheduler = Scheduler(max_rows, chunk, cache_tokens, WIDTH)
         self._pipelines: dict[int, LogitsPipeline] = {}
         self._cancelled: set[int] = set()
@@ -107,24 +111,7 @@ class Engine:
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
     ) -> int:
         """Queue a request; gives its id. Sequences of one `group` have the same prompt."""
-        if not prompt:
-            raise ParameterError("the prompt is empty; give at least one token")
-        bad = next((t for t in prompt if not 0 <= t < self.runner.vocab_size), None)
-        if bad is not None:
-            raise ParameterError(
-                f"prompt token {bad} is outside the model's vocabulary of {self.runner.vocab_size}"
-            )
-        room = self.context - len(prompt)
-        if room < 1:
-            raise CapacityError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.context}, with at least one"
-                " to generate; shorten the prompt"
-            )
-        for token in (*params.logit_bias, *params.stop_token_ids):
-            if not 0 <= token < self.runner.vocab_size:
-                raise ParameterError(
-                    f"token id {token} is outside the vocabulary of {self.runner.vocab_size}"
-                )
+        room = check_request(prompt, params, self.runner.vocab_size, self.context)
         if params.stop and self._decode is None:
             raise ParameterError("stop strings need a tokenizer; use stop_token_ids")
         seed = params.seed if seed is None else seed
@@ -139,11 +126,17 @@ class Engine:
             group=group,
             lossy=self.lossy,
         )
-        pipeline = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt))
+        grammar = None if params.grammar is None else self._grammar(params.grammar)
+        pipeline = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt), grammar)
         self._scheduler.add(sequence)
         self._pipelines[sequence.id] = pipeline
         self._next_id += 1
         return sequence.id
+
+    def _grammar(self, spec: GrammarSpec) -> Grammar:
+        if self.grammars is None:
+            raise ParameterError("a grammar needs a tokenizer; load the model with slipstream.load")
+        return self.grammars(spec)
 
     def cancel(self, seq_id: int) -> None:
         """End a request; takes effect at the next step's boundary, unknown ids are ignored."""
@@ -162,6 +155,10 @@ class Engine:
     def load(self) -> Load:
         """What is held and what waits now."""
         return self._scheduler.load
+
+    def limit_cache(self, tokens: int | None) -> None:
+        """Admit no more than fit into this many cached tokens from now on."""
+        self._scheduler.cache_tokens = tokens
 
     @property
     def memory_bytes(self) -> int:
@@ -246,18 +243,27 @@ class Engine:
         states = [RowState(s.id, len(s.tokens), s.remaining) for s in rows]
         budgets = []
         for sequence, budget in zip(rows, self.controller.plan(states), strict=True):
-            room = min(sequence.remaining - 1, self.context - len(sequence.tokens))
+            room = self._room(sequence)
             if self.drafter.needs.reads_prompt and sequence.num_output == 0:
                 room = 0  # the first token must not wait until the drafter has read the prompt
             budgets.append(cut_budget(budget, room))
         return budgets
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens that may be drafted."""
+        return min(sequence.remaining - 1, self.context - len(sequence.tokens))
 
     def _propose(self, rows: list[Sequence], budgets: list[Budget]) -> list[_Work]:
         requests = [
             DraftRequest(s.id, s.tokens, len(s.prompt), b, s.params, s.seed)
             for s, b in zip(rows, budgets, strict=True)
         ]
-        asked = [r for r in requests if r.budget.depth > 0]
+        forced = {}
+        for sequence, request in zip(rows, requests, strict=True):
+            grammar = self._pipelines[sequence.id].grammar
+            if grammar is not None:
+                forced[sequence.id] = forced_draft(request, grammar, self._room(sequence))
+        asked = [r for r in requests if r.budget.depth > 0 and not forced.get(r.seq_id)]
         clock = time.perf_counter()
         drafts = self.drafter.propose(asked) if asked else []
         self.seconds.drafter += time.perf_counter() - clock
@@ -267,8 +273,9 @@ class Engine:
             )
         name = self.drafter.name
         draft_of = {
-            r.seq_id: fit_draft(r, d, self.vocab_size, name) for r, d in zip(asked, drafts, strict=True)
-        }
+            r.seq_id: fit_draft(r, d, self.vocab_size, name, self._pipelines[r.seq_id].grammar)
+            for r, d in zip(asked, drafts, strict=True)
+        } | {seq_id: draft for seq_id, draft in forced.items() if draft is not None}
         return [_Work(s, draft_of.get(s.id) or Draft(TokenTree.root(s.tokens[-1]))) for s in rows]
 
     def _verify(self, work: list[_Work]) -> tuple[Output, list[Verdict], list[list[TokenLogprob]]]:

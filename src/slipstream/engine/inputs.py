@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from slipstream.errors import ParameterError
+from slipstream.core.params import SamplingParams
+from slipstream.errors import CapacityError, ParameterError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -49,6 +50,25 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_o
     except Exception as error:  # templates are programs of the model's author and raise what they like
         raise ParameterError(f"the model's chat template refuses these messages: {error}") from error
     return list(encoded["input_ids"])
+
+
+def check_request(prompt: Sequence[int], params: SamplingParams, width: int, context: int) -> int:
+    """How many tokens may follow the prompt. width: of a logit row. Raises ParameterError for tokens that do
+    not exist, CapacityError for a prompt that does not fit."""
+    if not prompt:
+        raise ParameterError("the prompt is empty; give at least one token")
+    bad = next((t for t in prompt if not 0 <= t < width), None)
+    if bad is not None:
+        raise ParameterError(f"prompt token {bad} is outside the model's vocabulary of {width}")
+    if len(prompt) >= context:
+        raise CapacityError(
+            f"the prompt has {len(prompt)} tokens and the context holds {context}, with at least one"
+            " to generate; shorten the prompt"
+        )
+    for token in (*params.logit_bias, *params.stop_token_ids):
+        if not 0 <= token < width:
+            raise ParameterError(f"token id {token} is outside the vocabulary of {width}")
+    return context - len(prompt)
 
 
 def need_tokenizer(tokenizer: Any) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from slipstream.core.params import SamplingParams
+from slipstream.core.params import GrammarSpec, SamplingParams
 from slipstream.errors import ParameterError
 from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.limits import Limits
-from slipstream.serve.schemas import ChatRequest, CompletionRequest, Sampling, Speculative
+from slipstream.serve.schemas import ChatRequest, CompletionRequest, ResponseFormat, Sampling, Speculative
 
 COMPLETION_TOKENS = 16  # what OpenAI generates for a completion that does not say how much
 _SAME = (
@@ -48,6 +48,25 @@ def read_params(
     except ParameterError as error:
         first = str(error).split()[0]
         raise refused(error, first if first in type(body).model_fields else None) from error
+
+
+def read_format(given: ResponseFormat | None, limits: Limits) -> GrammarSpec | None:
+    """What the answer must look like, if anything."""
+    if given is None or given.type == "text":
+        return None
+    name = f"response_format.{given.type}"
+    if given.type == "json_object":
+        return GrammarSpec("json_schema", '{"type": "object"}')
+    if given.type == "json_schema":
+        if given.json_schema is None or given.json_schema.schema_ is None:
+            raise ApiError(400, f"{name} needs a schema", param="response_format")
+        return GrammarSpec("json_schema", check_json(name, given.json_schema.schema_, limits))
+    source = given.regex if given.type == "regex" else given.grammar
+    if not source:
+        raise ApiError(400, f"{name} is missing", param="response_format")
+    if len(source.encode()) > limits.schema_bytes:
+        raise _beyond("response_format", f"is larger than {limits.schema_bytes} bytes")
+    return GrammarSpec("regex" if given.type == "regex" else "lark", source)
 
 
 def check_speculative(given: Speculative | None, limits: Limits) -> Speculative:

@@ -14,18 +14,20 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
+from slipstream.core.params import GrammarSpec, SamplingParams
 from slipstream.engine.session import Session
+from slipstream.errors import ParameterError, SlipstreamError
 from slipstream.serve import report
 from slipstream.serve.answer import ChatWriter, CompletionWriter, Writer
 from slipstream.serve.chat import Prompts
-from slipstream.serve.errors import ApiError
+from slipstream.serve.errors import ApiError, refused
 from slipstream.serve.exchange import Exchange, as_api_error, unless_gone
 from slipstream.serve.limits import Limits
 from slipstream.serve.replies import Card
-from slipstream.serve.sampling import check_speculative, read_params
+from slipstream.serve.sampling import check_speculative, read_format, read_params
 from slipstream.serve.schemas import ChatRequest, CompletionRequest, Sampling
 from slipstream.serve.stream import EventStream
-from slipstream.serve.tools import CallReader
+from slipstream.serve.tools import CallReader, forced_call
 from slipstream.serve.vocabulary import Vocabulary
 from slipstream.serve.worker import Job, Worker
 
@@ -57,7 +59,8 @@ class Service:
         self._eos = session.engine.eos_ids
         self._vocab_size = session.engine.vocab_size
         self.prompts = Prompts(session.tokenizer, limits, options.tool_form)
-        self._vocabulary = Vocabulary(session.tokenizer, None)
+        self._grammars = session.engine.grammars
+        self._vocabulary = Vocabulary(session.tokenizer, _table(self._grammars))
         self._created = int(time.time())
         # One thread: tokenizers are not made for several at once, and a long prompt must not stop the loop.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="slipstream-encode")
@@ -103,10 +106,11 @@ class Service:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         self.check_model(body.model)
-        params = read_params(body, self._defaults, self.limits)
-        ids = await self.encode(self.prompts.chat, body)
         tools = self.prompts.offered(body)
         form = self.prompts.form
+        forced = forced_call(form, tools, body) if tools and form is not None else None
+        params = await self._with_grammar(body, read_params(body, self._defaults, self.limits), forced)
+        ids = await self.encode(self.prompts.chat, body)
         reader = None
         if tools and form is not None:
             names = [tool.function.name for tool in tools]
@@ -117,7 +121,7 @@ class Service:
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         self.check_model(body.model)
-        params = read_params(body, self._defaults, self.limits)
+        params = await self._with_grammar(body, read_params(body, self._defaults, self.limits))
         if body.best_of is not None and body.best_of != params.n:
             raise ApiError(400, "best_of is not supported other than n", param="best_of")
         if body.echo and body.logprobs is not None:
@@ -134,6 +138,27 @@ class Service:
         jobs = [self._job(body, ids, params) for ids in encoded]
         writer = CompletionWriter(*self._shared(params), echo=echo, **self._told(body, jobs))
         return await self._respond(request, body, jobs, writer)
+
+    async def _with_grammar(
+        self, body: Sampling, params: SamplingParams, forced: GrammarSpec | None = None
+    ) -> SamplingParams:
+        """Compiled here, off the engine's thread, which finds it ready."""
+        asked = read_format(body.response_format, self.limits)
+        if asked is not None and forced is not None:
+            raise ApiError(
+                400, "response_format and a required tool_choice exclude each other", param="tool_choice"
+            )
+        spec = asked or forced
+        if spec is None:
+            return params
+        param = "response_format" if asked else "tools"
+        try:
+            if self._grammars is None:
+                raise ParameterError("this model has no tokenizer for grammars")
+            await self.encode(self._grammars, spec)
+            return params.with_(grammar=spec)
+        except SlipstreamError as error:
+            raise refused(error, param) from error
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.prompts.decode(ids)
@@ -229,6 +254,15 @@ class Service:
             facts["request"] = body.model_dump(exclude_none=True)
             facts["texts"] = [a.row.text for t in writer.tickets for a in t.answers]
         log.info(json.dumps(facts))
+
+
+def _table(grammars: Any) -> Any | None:
+    """None for a tokenizer that llguidance cannot read: there are no grammars then, and bytes are guessed."""
+    try:
+        return None if grammars is None else grammars.table
+    except ParameterError as error:
+        logging.getLogger("slipstream.serve").warning("no grammars: %s", error)
+        return None
 
 
 def _prompts(given: Any) -> list[Any]:

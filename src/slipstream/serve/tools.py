@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.core.params import GrammarSpec
 from slipstream.errors import ParameterError
+from slipstream.serve.errors import unsupported
+from slipstream.serve.schemas import ChatRequest, Tool, ToolChoice
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,36 @@ class CallReader:
         if not isinstance(arguments, dict):
             return None
         return Call(call_id(), value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def forced_call(form: Form, tools: Sequence[Tool], body: ChatRequest) -> GrammarSpec | None:
+    """The grammar of an answer that is nothing but calls, if the request wants one. Raises ApiError."""
+    choice = body.tool_choice
+    if choice in (None, "auto", "none"):
+        return None
+    if form.many:
+        raise unsupported("tool_choice", f"calls in the form of {form.name} cannot be required")
+    named = choice.function.name if isinstance(choice, ToolChoice) else None
+    several = named is None and body.parallel_tool_calls is not False and not form.bare
+    shapes = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                form.arguments: tool.function.parameters or {"type": "object"},
+            },
+            "required": ["name", form.arguments],
+            "additionalProperties": False,
+        }
+        for tool in tools
+        if named in (None, tool.function.name)
+    ]
+    schema = json.dumps({"anyOf": shapes})
+    if form.bare:
+        return GrammarSpec("json_schema", schema)
+    one = f'{json.dumps(form.open)} "\\n" call "\\n" {json.dumps(form.close)}'
+    more = '("\\n" one)*' if several else ""
+    return GrammarSpec("lark", f"start: one {more}\none: {one}\ncall: %json {schema}\n")
 
 
 def call_id() -> str:
