@@ -7,10 +7,10 @@ TARGET := qwen2.5-coder-1.5b
 DRAFT  := qwen2.5-coder-0.5b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-real check format bench clean
+.PHONY: help install demo test test-real check format bench bench-drafters clean
 
 help:  ## Show the commands
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 # torch comes first and by its exact version: a range would take the CUDA build, several GB larger.
 $(STAMP): pyproject.toml constraints.txt
@@ -48,6 +48,9 @@ format: $(STAMP)  ## Format the code
 
 bench: $(STAMP)  ## The table of the README (about half an hour on two cores)
 	$(BIN)/python bench/foundation.py
+
+bench-drafters: $(STAMP)  ## Every drafter against plain decoding (hours on two cores; run it again to go on)
+	$(BIN)/python bench/drafters.py --resume
 
 clean:  ## Remove the environment and caches of this folder (models stay)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

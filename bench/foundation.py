@@ -13,30 +13,39 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 import slipstream
+from common import (
+    DRAFT,
+    TARGET,
+    Row,
+    encode,
+    machine,
+    make_parser,
+    rate,
+    ratios,
+    read_prompts,
+    same_ids,
+    spread,
+    turns,
+    versions,
+    write_json,
+)
 from slipstream import SamplingParams
 from slipstream.drafters import build_drafter
 from slipstream.model.load import resolve
 from slipstream.model.quiet import quiet
 
-TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
-PROMPTS = Path(__file__).parent / "prompts" / "foundation.jsonl"
 OURS = {
     "slipstream none": "none",
     "slipstream ngram": "ngram",
@@ -107,26 +116,16 @@ def peak_memory() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--prompts", type=Path, default=PROMPTS)
-    parser.add_argument("--json", type=Path, default=Path("bench/out/foundation.json"))
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser = make_parser(__doc__, "foundation", max_tokens=96)
     parser.add_argument("--no-hf", action="store_true", help="only Slipstream's own settings")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console(stderr=True)
-    prompts = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").strip().split("\n")]
+    prompts = read_prompts(args.prompts)
 
     session = slipstream.load(TARGET, dtype="bfloat16")
     settings = our_settings(session)
-    encoded = [
-        session.tokenizer.apply_chat_template(
-            [{"role": "user", "content": p["prompt"]}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        for p in prompts
-    ]
+    encoded = encode(session.tokenizer, prompts)
     longest = max(range(len(encoded)), key=lambda i: len(encoded[i]))
     for answer in settings.values():  # warm-up, with all the memory a setting will need
         answer(encoded[longest], 16)
@@ -138,35 +137,32 @@ def main() -> None:
             answer(encoded[0], 8)
         settings |= hf
 
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     names = list(settings)
     shares: dict[str, dict[str, float]] = {}
     with Progress(console=console) as progress:
         task = progress.add_task("measuring", total=args.rounds * len(prompts) * len(names))
-        for round_ in range(args.rounds):
-            for i, ids in enumerate(encoded):
-                turn = (i + round_) % len(names)
-                for name in names[turn:] + names[:turn]:
-                    before = session.engine.seconds.copy()
-                    clock = time.perf_counter()
-                    tokens = settings[name](ids, args.max_tokens)
-                    seconds = time.perf_counter() - clock
-                    rows.append(
-                        {
-                            "setting": name,
-                            "task": prompts[i]["task"],
-                            "prompt": prompts[i]["id"],
-                            "round": round_,
-                            "tokens": len(tokens),
-                            "seconds": seconds,
-                            "ids": tokens,
-                        }
-                    )
-                    if name in OURS:
-                        spent, sums = session.engine.seconds - before, shares.setdefault(name, {})
-                        for part in ("target", "prefill", "drafter", "other"):
-                            sums[part] = sums.get(part, 0.0) + getattr(spent, part)
-                    progress.advance(task)
+        for round_, i, name in turns(names, len(prompts), args.rounds):
+            before = session.engine.seconds.copy()
+            clock = time.perf_counter()
+            tokens = settings[name](encoded[i], args.max_tokens)
+            seconds = time.perf_counter() - clock
+            rows.append(
+                {
+                    "setting": name,
+                    "task": prompts[i]["task"],
+                    "prompt": prompts[i]["id"],
+                    "round": round_,
+                    "tokens": len(tokens),
+                    "seconds": seconds,
+                    "ids": tokens,
+                }
+            )
+            if name in OURS:
+                spent, sums = session.engine.seconds - before, shares.setdefault(name, {})
+                for part in ("target", "prefill", "drafter", "other"):
+                    sums[part] = sums.get(part, 0.0) + getattr(spent, part)
+            progress.advance(task)
     report(rows, names, shares, memory, args)
 
 
@@ -181,12 +177,8 @@ def kv_bytes(session: slipstream.Session, tokens: int) -> int:
     return total
 
 
-def rate(rows: list[dict[str, Any]]) -> float:
-    return sum(r["tokens"] for r in rows) / sum(r["seconds"] for r in rows)
-
-
 def report(
-    rows: list[dict[str, Any]],
+    rows: list[Row],
     names: list[str],
     shares: dict[str, dict[str, float]],
     memory: dict[str, int],
@@ -199,30 +191,19 @@ def report(
         for n in names
         for t in (*tasks, None)
     }
-    machine = f"{cpu_name()}, {os.cpu_count()} cores, {args.threads} threads"
-    versions = (
-        f"slipstream {slipstream.__version__}, torch {torch.__version__},"
-        f" transformers {transformers.__version__}"
-    )
-    console.print(f"{machine}; {versions}; Python {platform.python_version()}")
+    console.print(f"{machine(args.threads)}; {versions()}")
     console.print(f"{TARGET} bf16, greedy, {args.max_tokens} tokens, {args.rounds} round(s)\n")
     table = Table(
         "setting", *tasks, "total", "vs hf", "per-prompt ratio to hf: median (min-max)", "same as plain"
     )
-    base = {(r["prompt"], r["round"]): r for r in of.get((HF_PLAIN, None), [])}
-    ours = {(r["prompt"], r["round"]): r for r in of[PLAIN, None]}
+    base = of.get((HF_PLAIN, None), [])
     for name in names:
+        mine = of[name, None]
         cells = [f"{rate(of[name, t]):.2f}" for t in tasks]
-        ratios = [
-            r["tokens"] / r["seconds"] / (b["tokens"] / b["seconds"])
-            for r in of[name, None]
-            if (b := base.get((r["prompt"], r["round"])))
-        ]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
-        total = rate(of[name, None])
-        against = f"{total / rate(of[HF_PLAIN, None]):.2f}x" if base else "-"
-        same = sum(r["ids"] == ours[r["prompt"], r["round"]]["ids"] for r in of[name, None])
-        table.add_row(name, *cells, f"{total:.2f}", against, spread, f"{same}/{len(of[name, None])}")
+        total = rate(mine)
+        against = f"{total / rate(base):.2f}x" if base else "-"
+        same = f"{same_ids(mine, of[PLAIN, None])}/{len(mine)}"
+        table.add_row(name, *cells, f"{total:.2f}", against, spread(ratios(mine, base)), same)
     console.print(table)
 
     best = {t: max((n for n in names if n in OURS), key=lambda n, t=t: rate(of[n, t])) for t in tasks}
@@ -253,24 +234,14 @@ def report(
         " them (aim at most 15 %)"
     )
     console.print("\n".join(lines))
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     record = {
-        "machine": machine,
-        "versions": versions,
+        "machine": machine(args.threads),
+        "versions": versions(),
         "memory": memory,
         "shares": shares,
         "rows": rows,
-        "arguments": {k: str(v) for k, v in vars(args).items()},
     }
-    args.json.write_text(json.dumps(record))
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
+    write_json(args.json, record, args)
 
 
 if __name__ == "__main__":

@@ -72,12 +72,97 @@ def test_doctor_says_what_would_be_refused_and_why(tmp_path, monkeypatch):
 
 def test_doctor_checks_a_model(tmp_path):
     folder = save_tiny(tmp_path / "tiny")
-    got = run("doctor", "--model", str(folder), "--json")
+    got = run("doctor", str(folder), "--json")
     assert got.exit_code == 0
+    assert json.loads(run("doctor", "--model", str(folder), "--json").stdout)["models"][-1]["path"] == str(
+        folder
+    )
     assert json.loads(got.stdout)["models"][-1]["path"] == str(folder)
     os.truncate(folder / "model.safetensors", 100)
-    got = run("doctor", "--model", str(folder))
+    got = run("doctor", str(folder))
     assert got.exit_code == 1 and "refused" in got.stdout and "fetch it again" in got.stdout
+
+
+def test_doctor_predicts_the_memory_of_a_model_and_a_drafter(tmp_path):
+    target, draft = save_tiny(tmp_path / "target"), save_tiny(tmp_path / "draft", layers=1)
+    spec = f"draft_model:model={draft}"
+    got = run("doctor", str(target), "--drafter", spec, "--context", "600", "--batch", "2", "--json")
+    assert got.exit_code == 0 and got.stderr == ""
+    plan = json.loads(got.stdout)["memory_plan"]
+    assert (plan["drafter"], plan["context"], plan["batch"], plan["dtype"]) == (spec, 600, 2, "float32")
+    cache = 2 * 2 * 8 * 4 * 1024 * 2  # k and v, heads, head_dim, fp32, columns, rows: of one layer
+    assert plan["target"]["cache_bytes"] == 2 * cache and plan["drafter_memory"]["cache_bytes"] == cache
+    assert plan["target"]["weight_bytes"] > plan["drafter_memory"]["weight_bytes"] > 80_000
+    assert plan["fits"] is True and plan["needed_bytes"] < plan["available_bytes"]
+    half = run("doctor", str(target), "--drafter", spec, "--dtype", "bfloat16", "--json")
+    halved = json.loads(half.stdout)["memory_plan"]["target"]["weight_bytes"]
+    assert halved == pytest.approx(plan["target"]["weight_bytes"] / 2, abs=100)
+    table = run("doctor", str(target), "--drafter", spec).stdout
+    assert "KEYS, VALUES" in table and "float32, 1 sequence of 2048 tokens" in table and ": fits" in table
+
+
+def test_doctor_refuses_what_does_not_fit_and_says_what_to_do(tmp_path, monkeypatch):
+    target = str(save_tiny(tmp_path / "target"))
+    monkeypatch.setattr(memory, "available", lambda: 2_000_000)
+    fits = run("doctor", target, "--context", "512")
+    assert fits.exit_code == 0 and "512 tokens" in fits.stdout and ": fits" in fits.stdout
+    got = run("doctor", target, "--batch", "9")
+    assert got.exit_code == 1
+    assert "refused. Close other programs, or try --context 512, a smaller --batch" in got.stdout
+    assert json.loads(run("doctor", target, "--batch", "9", "--json").stdout)["memory_plan"]["fits"] is False
+
+
+def test_doctor_knows_from_the_catalogue_what_is_not_here():
+    got = run("doctor", "--drafter", "draft_model:model=qwen2.5-coder-0.5b", "--json")
+    plan = json.loads(got.stdout)["memory_plan"]
+    assert plan["model"] == "qwen2.5-coder-1.5b"
+    assert [note.split(" is not on this machine")[0] for note in plan["notes"]] == [
+        "qwen2.5-coder-1.5b",
+        "qwen2.5-coder-0.5b",
+    ]
+    assert plan["drafter_memory"]["weight_bytes"] == pytest.approx(2 * 630_167_424, rel=1e-5)
+
+
+def test_doctor_says_what_it_does_not_know(tmp_path):
+    target = str(save_tiny(tmp_path / "target"))
+    (tmp_path / "mine.py").write_text(
+        "from slipstream.core.draft import Drafter\n"
+        "from slipstream.drafters.none import NoConfig\n"
+        "class Mine(Drafter):\n    name, Config = 'mine', NoConfig\n    def propose(self, asked): return []\n"
+    )
+    got = run("doctor", target, "--drafter", f"{tmp_path / 'mine.py'}:Mine")
+    assert got.exit_code == 0
+    assert "unknown: the drafter 'mine' does not tell" in got.stdout and "fits but for what is" in got.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--drafter", "ngrm"], "did you mean 'ngram'?"),
+        (["--drafter", "ngram:max_m=2"], "did you mean 'max_n'?"),
+        (["--drafter", "ngram:max_n=0"], "1 <= min_n <= max_n"),
+        (["--drafter", "draft_model:model=some/where"], "some/where is not on this machine"),
+        (["--drafter", "draft_model:model=./nowhere"], "there is no folder ./nowhere"),
+        (["--drafter", "medusa:heads=./nowhere"], "there is no folder"),
+        (["some/where", "--drafter", "ngram"], "some/where is not on this machine"),
+        (["--drafter", "ngram", "--dtype", "int3"], "dtype must be"),
+        (["one", "--model", "other"], "two models were named, one and other"),
+        (["--batch", "0"], "batch must be at least 1"),
+        (["--context", "1"], "context must be at least 2"),
+    ],
+)
+def test_a_mistake_to_doctor_is_one_line_and_exit_2(arguments, told):
+    got = run("doctor", *arguments)
+    assert got.exit_code == 2 and got.stdout == ""
+    (line,) = got.stderr.splitlines()
+    assert line.startswith("slipstream: error: ") and told in line
+
+
+def test_a_model_of_which_nothing_is_known_is_no_failure():
+    got = run("doctor", "some/where", "--json")
+    assert got.exit_code == 0
+    report = json.loads(got.stdout)
+    assert report["memory_plan"] is None and "slipstream pull some/where" in report["models"][-1]["note"]
 
 
 def test_help_and_version():
@@ -89,7 +174,7 @@ def test_help_and_version():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["pull"], ["nonsense"], ["pull", "x", "--nonsense"], ["models", "extra"], ["doctor", "--model"]],
+    [["pull"], ["nonsense"], ["pull", "x", "--nonsense"], ["models", "extra"], ["doctor", "--drafter"]],
 )
 def test_wrong_usage_exits_2(arguments):
     got = run(*arguments)

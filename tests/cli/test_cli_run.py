@@ -27,6 +27,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.core.stats import DraftCounts
 from slipstream.engine.session import Completion, Session
 from slipstream.model.catalogue import find
+from slipstream.plan.memory import plan_memory
 from slipstream.testing.tiny import save_tiny, tiny_tokenizer
 
 COMMAND = [sys.executable, "-m", "slipstream.cli.main", "run"]
@@ -212,6 +213,10 @@ def test_json_is_one_object_with_the_promised_keys(invoke, models):
     assert report["peak_memory_bytes"] > 50_000_000
     assert set(report["versions"]) == {"slipstream", "torch", "transformers", "python"}
     assert Path(report["model"]).name == "target" and report["drafter"].startswith("draft_model:")
+    assert (report["max_tokens"], report["dtype"], report["device"]) == (12, "float32", "cpu")
+    assert report["threads"] == 1 and report["context"] == 2048
+    plan = plan_memory(str(models / "target"), report["drafter"], context=report["prompt_tokens"] + 12)
+    assert report["drafter_memory_bytes"] == pytest.approx(plan.drafter.total, rel=0.1)
     assert isinstance(report["seed"], int)
     assert not {"completions", "plain_tokens_per_second", "speedup", "identical"} & set(report)
 
@@ -238,9 +243,20 @@ def test_compare_finds_the_same_tokens(invoke, models, drafter, temperature):
 def test_compare_warms_both_sides_alike_and_tells(invoke, submitted):
     got = invoke("hello", "--compare", "--max-tokens", "20")
     assert got.exit_code == 0 and "identical" in got.stderr and "warm-up of 8 tokens each" in got.stderr
+    told = [line.split(" (")[0] for line in got.stderr.splitlines()]
+    places = [told.index(f"{what}") for what in ("warming up plain decoding", "warming up ngram")]
+    assert places == sorted(places) and "the same again with plain decoding" in told[places[1] :]
     (cold, first), (cold_too, second), (prompt, params), (prompt_too, params_too) = submitted
     assert first == second and first.max_tokens == 8 and first.ignore_eos
     assert cold == cold_too == prompt[::-1] and prompt == prompt_too and params == params_too
+
+
+def test_the_memory_of_the_drafter_is_told(invoke, models):
+    options = ("--max-tokens", "9", "--drafter", f"draft_model:model={models / 'draft'}")
+    for more in ([], ["--compare"]):
+        assert re.search(r"at its peak; the drafter held \d+ kB", invoke("hello", *options, *more).stderr)
+    assert re.search(r"\(draft_model, \d+ kB more memory\)", invoke("hello", *options, "--compare").stderr)
+    assert "drafter held" not in invoke("hello", "--max-tokens", "9", "--drafter", "none").stderr
 
 
 def test_drawn_drafts_may_differ_and_are_no_failure(invoke, models):
@@ -263,7 +279,7 @@ def test_a_broken_promise_exits_1(invoke, monkeypatch):
 
     monkeypatch.setattr(generation, "generate", fake)
     monkeypatch.setattr(
-        generation, "warm_up_both", lambda s, p, r, i, c: calls.extend([r, r]) or s.use("none")
+        generation, "warm_up_both", lambda s, p, r, *rest: calls.extend([r, r]) or s.use("none")
     )
     got = invoke("hello", "--compare", "--max-tokens", "20")
     assert got.exit_code == 1 and "DIFFER from position" in got.stderr
@@ -317,7 +333,11 @@ def test_colours_only_when_asked_and_the_text_stays(invoke, models):
         (["--drafter", "./none.py:Mine"], "does not exist"),
         (["--drafter", "draft_model:model={}/foreign"], "vocabular"),
         (["--drafter", "draft_model:model=./nowhere/at/all"], "./nowhere/at/all"),
+        (["--drafter", "cascade:drafters=sufix+ngram"], "did you mean 'suffix'?"),
+        (["--drafter", "selfspec:exit=-1"], "exit must be a number of layers"),
         (["--controller", "fixd"], "unknown controller"),
+        (["--controller", "additive:start=99"], "min <= start <= max"),
+        (["world"], "put it in quotes: slipstream run 'hello world'"),
         (["--dtype", "int3"], "dtype must be"),
         (["--device", "gpu"], "device must be"),
         (["--model", "./nowhere/at/all"], "./nowhere/at/all"),
@@ -370,8 +390,22 @@ def test_drafters_are_listed_with_their_options():
     assert "num_speculative_tokens=7" in table and "--drafter NAME:option=value" in table
 
 
+def test_controllers_are_listed_with_their_options():
+    got = CliRunner().invoke(main.build_app(), ["controllers", "--json"], prog_name="slipstream")
+    listed = {c["name"]: c for c in json.loads(got.stdout)}
+    assert set(listed) >= {"additive", "fixed"} and listed["additive"]["summary"].startswith(
+        "Draft length that"
+    )
+    assert {"name": "start", "type": "int", "default": "5"}.items() <= listed["additive"]["options"][
+        0
+    ].items()
+    table = CliRunner().invoke(main.build_app(), ["controllers"], prog_name="slipstream").stdout
+    assert "raise_above=0.85" in table and "--controller NAME:option=value" in table
+    assert "slipstream controllers" in invoke_drafters().stdout
+
+
 def test_every_built_in_option_is_explained():
-    for drafter in drafters.listed():
+    for drafter in (*drafters.listed(), *drafters.listed_controllers()):
         if drafter.where == "built in":
             assert [o.name for o in drafter.options if not o.help] == [], drafter.name
 
@@ -457,6 +491,17 @@ def test_ctrl_c_stops_an_answer_but_not_the_chat(models, monkeypatch, capsys, su
     # what there was of the first answer is part of the conversation, and the second went to its end
     assert cut.startswith("<user>hello") and "<user>again" in cut and len(submitted[1][0]) > 30 + 20
     assert err.count("tokens/s") == 2 and out.endswith("\n")
+
+
+def test_help_lists_what_can_be_typed(models, monkeypatch, capsys):
+    typed(monkeypatch, "/help", "/halp", "/quit")
+    with slipstream.load(str(models / "target")) as session:
+        assert chat_on_terminal(session, session.defaults, None, answer.Painter(sys.stdout, False)) == 0
+    told = capsys.readouterr().err
+    listed, mistaken = told.split("There is no /halp")
+    for command in ("/reset", "/exit", "/help", "Ctrl-C"):
+        assert re.search(rf"^{command} +\w", listed, re.MULTILINE)
+    assert "/reset, /exit, /help" in mistaken and "Ctrl-C" not in mistaken
 
 
 def test_a_turn_beyond_the_context_is_taken_back(models, monkeypatch, capsys, submitted):
@@ -578,6 +623,25 @@ def test_a_chat_refuses_options_that_need_a_prompt(models):
             assert terminal.process.wait(timeout=60) == 2
         finally:
             terminal.close()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ["--drafter", "ngrm"], ["--drafter", "draft_model:modl=x"], ["--drafter", "eagle"], ["world"],
+        ["--drafter", "cascade:drafters=suffix+nothing"], ["--controller", "additiv"], ["--top-p", "2"],
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_before_anything_heavy_is_imported(mistake, monkeypatch, capsys):
+    code = (
+        "import sys; from slipstream.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: sys.exit(end.code + bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", "hello", *mistake], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "slipstream: error: " in done.stderr, done.stderr
 
 
 def test_help_imports_nothing_heavy():

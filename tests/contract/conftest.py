@@ -17,7 +17,11 @@ NEEDED = {
     "crossvocab": ["crossvocab:model={draft}", "crossvocab:model={draft},mode=intersect"],
     "medusa": ["medusa:heads={heads}/medusa", "medusa:heads={heads}/medusa_reduced,topk=3x2x1"],
     "eagle": ["eagle:heads={heads}/eagle1,top_k=1", "eagle:heads={heads}/eagle3"],
-    "cascade": ["cascade:model={draft}", "cascade:mode=merge,drafters=ngram(branches=2)+recycle"],
+    "cascade": [
+        "cascade:model={draft}",
+        "cascade:mode=merge,drafters=ngram(branches=2)+recycle",
+        "cascade:drafters=medusa(heads={heads}/medusa,nodes=7)+draft_model(model={draft},width=2)",
+    ],
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from slipstream.core.draft import Draft, Drafter, DraftRequest, Needs, Observation
 from slipstream.core.params import SamplingParams
 from slipstream.core.spec import parse_spec, parse_specs
+from slipstream.core.stats import SourceCounts
 from slipstream.core.tree import TokenTree
 from slipstream.drafters import build_drafter
 from slipstream.drafters.base import TargetInfo
@@ -69,7 +72,7 @@ class Fake(Drafter):
 
 
 def cascade(*parts: Drafter, **options: Any) -> CascadeDrafter:
-    return CascadeDrafter(CascadeConfig(drafters="given", **options), INFO, parts)
+    return CascadeDrafter(CascadeConfig(drafters="none", **options), INFO, parts)
 
 
 def one(drafter: Drafter, request: DraftRequest) -> Draft:
@@ -129,6 +132,40 @@ def test_merging_gives_the_union_and_the_nodes_that_are_left(bench: Any) -> None
     assert draft.tree == TokenTree.from_paths(8, [[1, 2], [1, 3], [4], [7]])
     assert [p.asked[0].budget.nodes for p in parts] == [5, 3, 1]
     assert draft.source == "a+b+c" and draft.scores is None
+    assert draft.sources == ((), ("a", "b"), ("a",), ("b",), ("b",), ("c",))
+
+
+def test_each_part_of_a_merged_draft_counts_what_it_drafted(bench: Any) -> None:
+    parts = Fake("a", [1, 2]), Fake("b", [1, 3], [4, 5]), Fake("c", [7])
+    draft = one(cascade(*parts, mode="merge"), bench.ask([9, 8], 8, 9))
+    tree = draft.tree
+    path = [tree.find_child(0, 1), tree.find_child(tree.find_child(0, 1) or 0, 3)]
+    counts = draft.counts_by_source([node for node in path if node is not None])
+    assert counts == {"a": SourceCounts(1, 2, 1), "b": SourceCounts(1, 4, 2), "c": SourceCounts(1, 1, 0)}
+    cut = draft.truncate(1)  # what is cut off is no part's
+    assert cut.counts_by_source([])["a"] == SourceCounts(1, 1, 0)
+    assert list(draft.truncate(8, 1).counts_by_source([])) == ["a", "b"]
+
+
+def test_merged_parts_have_room_for_all_and_the_first_good_one_for_the_largest() -> None:
+    tree, chain = Fake("a"), Fake("b")
+    tree.draft_nodes = 20
+    assert cascade(tree, chain, mode="merge").draft_nodes == 26
+    assert cascade(chain, chain, mode="merge").draft_nodes == 12
+    assert cascade(tree, chain).draft_nodes == 20 and cascade(chain, chain).draft_nodes == 0
+    assert cascade(tree, chain, mode="merge", num_speculative_tokens=3).draft_nodes == 0
+
+
+def test_scores_are_asked_for_where_they_are_looked_at(bench: Any) -> None:
+    first, merged = (Fake("a", [1]), Fake("b", [2])), (Fake("a", [1]), Fake("b", [2]))
+    one(cascade(*first, min_score=2.0), bench.ask([9, 8]))
+    one(cascade(*merged, mode="merge"), bench.ask([9, 8]))
+    assert first[0].asked[0].scored and not first[1].asked  # a tells none and is trusted
+    assert not any(p.asked[0].scored for p in merged)
+    inner = Fake("a", [1])
+    outer = cascade(cascade(inner, mode="merge"), Fake("b"))
+    one(outer, bench.ask([9, 8]))
+    assert inner.asked[0].scored
 
 
 def test_a_node_of_several_parts_has_the_higher_score(bench: Any) -> None:
@@ -198,9 +235,13 @@ def test_opening_closing_memory_and_shutdown_reach_all(bench: Any) -> None:
 )
 def test_the_sample_is_that_of_plain_decoding(bench: Any, spec: str) -> None:
     counts = bench.assert_same_sample(lambda: build_drafter(spec, INFO))
-    assert counts.accepted_tokens == sum(s.accepted_tokens for s in counts.sources.values()) > 0
-    assert counts.draft_tokens == sum(s.draft_tokens for s in counts.sources.values())
-    assert counts.drafts == sum(s.drafts for s in counts.sources.values()) and len(counts.sources) > 1
+    assert counts.accepted_tokens > 0 and len(counts.sources) > 1
+    for name in ("accepted_tokens", "draft_tokens", "drafts"):
+        parts = [getattr(part, name) for part in counts.sources.values()]
+        whole = getattr(counts, name)
+        assert max(parts) <= whole <= sum(parts)
+        if "merge" not in spec:  # a merged token counts for each part that drafted it
+            assert whole == sum(parts)
 
 
 def test_a_model_behind_the_suffix_tree(bench: Any) -> None:
@@ -216,6 +257,23 @@ def test_a_model_behind_the_suffix_tree(bench: Any) -> None:
         assert outputs == plain
         assert counts.sources["draft_model"].draft_tokens > 0
     drafter.shutdown()
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_an_unsure_model_is_passed_over_and_a_sure_one_is_taken(bench: Any, width: int) -> None:
+    """A draft model tells its scores when asked, as every part of a cascade is."""
+    runner = Runner(tiny_model("llama", vocab_size=24, layers=1, hidden=16, seed=2), pack=False)
+    config = DraftModelConfig("given", num_speculative_tokens=3, width=width)
+    ask = bench.ask([1, 2, 3], 3, 6)
+    model = ModelDrafter(config, INFO, runner)
+    (told,) = model.propose([replace(ask, scored=True)])
+    assert told.scores is not None
+    expected = sum(told.scores[1:])
+    for min_score, source in ((expected - 0.01, "draft_model"), (expected + 0.01, "sure")):
+        whole = cascade(model, Fake("sure", [7], score=5.0), min_score=min_score)
+        draft = one(whole, bench.ask([1, 2, 3], 3, 6))
+        assert draft.source == source
+    model.shutdown()
 
 
 def test_a_sampled_model_in_a_cascade_runs(bench: Any) -> None:
@@ -266,11 +324,13 @@ def test_bad_options_are_refused(options: str) -> None:
         build_drafter(f"cascade{options}", INFO)
 
 
-def test_a_part_that_cannot_be_built_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_cannot_be_built_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from slipstream.drafters.suffix import SuffixDrafter
 
     closed: list[Drafter] = []
     monkeypatch.setattr(SuffixDrafter, "shutdown", lambda self: closed.append(self))
-    with pytest.raises(DrafterError, match="unknown drafter"):
-        build_drafter("cascade:drafters=suffix+nonsense", INFO)
+    with pytest.raises(DrafterError):
+        build_drafter(f"cascade:drafters=suffix+medusa(heads={tmp_path})", replace(INFO, model=tiny_model()))
     assert len(closed) == 1

@@ -257,6 +257,29 @@ def test_q_is_the_law_of_the_shared_tokens_renormalised() -> None:
         assert q is not None and float(q[token]) > 0
 
 
+def test_greedy_drafts_from_shared_tokens_tell_their_probabilities_among_these() -> None:
+    asked = replace(request(INFO.tokenizer("the abc in the")["input_ids"]), scored=True)
+    using = drafter("merged", mode="intersect")
+    (draft,) = using.propose([asked])
+    using.close(0)
+    words = DRAFTS["merged"][1]
+    held, (ours, theirs) = merged(), shared_tokens(INFO.tokenizer, words, VOCAB, len(words))
+    to_draft = dict(zip(ours.tolist(), theirs.tolist(), strict=True))
+    read = words("the abc in the")["input_ids"]
+    drafted = [to_draft[t] for t in draft.tree.tokens[1:]]
+    held.cache.open(0)
+    logits = held.forward([PackRow(0, [*read, *drafted])]).logits
+    held.cache.close(0)
+    assert logits is not None and draft.scores is not None and len(drafted) == 4 and draft.q is None
+    laws = logits[len(read) - 1 : -1, theirs].softmax(-1)
+    likely = [float(law.max()) for law in laws]
+    assert [int(theirs[law.argmax()]) for law in laws] == drafted
+    assert draft.scores == pytest.approx([math.prod(likely[:n]) for n in range(5)], rel=1e-4)
+    text = drafter("merged")
+    assert text.propose([asked])[0].scores is None  # the target's tokens are not those that were scored
+    text.close(0)
+
+
 # -- tokenizers ---------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +17,8 @@ from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest
 from slipstream.core.noise import Purpose, uniform
 from slipstream.core.params import SamplingParams
 from slipstream.core.spec import make_config
-from slipstream.drafters._beam import Beam, grow
+from slipstream.drafters._growth import DynamicGrowth
+from slipstream.drafters._model_growth import Reading, grow_with
 from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.draft_model import DraftModelConfig, ModelDrafter
 from slipstream.drafters.none import NoConfig, NoDrafter
@@ -166,6 +169,38 @@ def test_tree_nodes_are_the_likeliest_children_of_their_parents() -> None:
         assert children == logits[0].topk(max(len(children), 1)).indices.tolist()[: len(children)]
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_scores_are_the_path_probabilities(width: int) -> None:
+    """Against one forward over each whole path; a chain tells them only if it is asked."""
+    tokens = [3, 1, 4, 1, 5]
+    using = drafter(width=width)
+    (draft,) = using.propose([replace(request(tokens, 3, 9), scored=True)])
+    (quiet,) = using.propose([request(tokens, 3, 9)])
+    using.close(0)
+    assert quiet.tree == draft.tree and (quiet.scores is None) == (width == 1)
+    assert draft.scores is not None and draft.tree.depth == 3
+    model = Runner(draft_runner("llama").model, pack=False, check=False)
+    for node in range(1, len(draft.tree)):
+        path = draft.tree.path_tokens(node)
+        model.cache.open(0)
+        logits = model.forward([PackRow(0, [*tokens, *path])]).logits
+        model.cache.close(0)
+        assert logits is not None
+        laws = logits[len(tokens) - 1 : -1].softmax(-1)
+        expected = math.prod(float(law[token]) for law, token in zip(laws, path, strict=True))
+        assert draft.scores[node] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_plain_chain_pays_for_no_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    using = drafter(num_speculative_tokens=4)
+    monkeypatch.setattr(torch.Tensor, "log_softmax", None)
+    (draft,) = using.propose([request([3, 1, 4], 4, 4)])
+    assert draft.tree.num_drafted == 4
+    with pytest.raises(TypeError):
+        using.propose([replace(request([3, 1, 4], 4, 4), scored=True)])
+    using.close(0)
+
+
 def test_an_accepted_path_is_not_computed_again() -> None:
     using = drafter(width=3, num_speculative_tokens=3)
     tokens = [3, 1, 4, 1, 5]
@@ -216,10 +251,11 @@ def test_a_cache_that_grows_keeps_the_nodes() -> None:
     model = draft_runner("llama")
     model.cache.open(0)
     model.cache.reserve(0, 1000)  # wide from the start
-    beam = Beam(0, tokens, 3, 12, 4)
-    grow(model, [beam], VOCAB, after_reading=lambda _: None)
+    growth = DynamicGrowth(4, 3, 12, greedy_path=True)
+    grow_with(model, [Reading(0, tokens, growth)], VOCAB, after_reading=lambda _: None)
+    assert model.cache.length(0) == len(tokens)
     model.cache.close(0)
-    assert beam.draft(tokens[-1], "").tree == crossing.tree
+    assert growth.draft(tokens[-1], "").tree == crossing.tree
 
 
 def test_a_chain_budget_gives_the_chain_whatever_the_width() -> None:

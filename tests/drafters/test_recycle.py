@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
+from slipstream.control import RowState
 from slipstream.core.draft import Draft, Observation
 from slipstream.core.params import SamplingParams
 from slipstream.core.tree import TokenTree
 from slipstream.drafters import build_drafter
 from slipstream.drafters.base import TargetInfo
-from slipstream.drafters.recycle import RANKS, RecycleConfig, RecycleDrafter, likeliest_choices, parse_choices
+from slipstream.drafters.recycle import RANKS, RecycleConfig, RecycleDrafter, likeliest_choices
 from slipstream.errors import ParameterError
 
 INFO = TargetInfo(24, 2048)
@@ -79,33 +81,35 @@ def test_the_tree_keeps_its_budget(bench: Any) -> None:
     for depth, nodes in ((1, 40), (2, 5), (8, 8), (31, 31)):
         (draft,) = drafter.propose([bench.ask([3], depth, nodes)])
         assert 0 < draft.tree.num_drafted <= nodes and draft.tree.depth <= depth
-    assert draft.tree.num_drafted == 31 and draft.tree.depth >= 4
+    assert draft.tree.num_drafted == drafter.draft_nodes == 31
+    assert draft.tree.depth == drafter.num_speculative_tokens >= 4
 
 
 def test_the_default_shape_is_best_first_and_nested() -> None:
-    def chance(shape: list[Any], i: int) -> float:
-        node, product = i, 1.0
-        while node >= 0:
-            product *= RANKS[shape[node].rank]
-            node = shape[node].parent
-        return product
-
     shape = likeliest_choices(60, 8)
-    chances = [chance(shape, i) for i in range(60)]
-    assert chances == sorted(chances, reverse=True)
-    assert likeliest_choices(20, 8) == shape[:20]
-    assert len({(c.parent, c.rank) for c in shape}) == 60
-    assert likeliest_choices(12, 1)[-1].depth == 12 and likeliest_choices(0, 8) == []
+    chances = [math.prod(RANKS[rank] for rank in path) for path in shape.paths]
+    assert chances == pytest.approx(sorted(chances, reverse=True))
+    assert likeliest_choices(20, 8).paths == shape.paths[:20]
+    assert likeliest_choices(12, 1).depth == 12 and len(likeliest_choices(0, 8)) == 0
     assert len(likeliest_choices(40, 30)) == 40
+
+
+def test_the_engine_gives_it_the_nodes_and_the_depth_of_its_shape(bench: Any) -> None:
+    drafter = build_drafter("recycle:nodes=12", INFO)
+    bench.engine.set_drafter(drafter)
+    (budget,) = bench.engine.controller.plan([RowState(0, 1, 50)])
+    assert (budget.depth, budget.nodes) == (likeliest_choices(12, 8).depth, 12)
+    wide = build_drafter("recycle:choices=0+1+2+0.0", INFO)
+    assert (wide.num_speculative_tokens, wide.draft_nodes) == (2, 4)
 
 
 @pytest.mark.parametrize("text", ["0.0+0", "0+0", "8", "a", "0+-1", "0+"])
 def test_bad_choices_are_refused(text: str) -> None:
     with pytest.raises(ParameterError, match="recycle:choices"):
-        parse_choices(text, 8)
+        recycle(choices=text)
 
 
-@pytest.mark.parametrize("options", ["k=0", "num_speculative_tokens=-1", "choices=9"])
+@pytest.mark.parametrize("options", ["k=0", "nodes=-1", "choices=9"])
 def test_bad_options_are_refused(options: str) -> None:
     with pytest.raises(ParameterError, match="recycle"):
         build_drafter(f"recycle:{options}", INFO)

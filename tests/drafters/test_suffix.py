@@ -71,6 +71,16 @@ def test_finished_outputs_are_remembered_and_prompts_are_not(bench: Any) -> None
     assert drafter.propose([bench.ask([5, 2], seq_id=2)])[0].tree.num_drafted == 0
 
 
+def test_every_token_of_an_answer_is_remembered_the_last_one_too(bench: Any) -> None:
+    drafter = suffix()
+    outputs, _ = bench.generate(drafter, bench_run())
+    assert drafter.store is not None
+    assert sorted(map(list, drafter.store._texts)) == sorted(outputs)
+    (draft,) = drafter.propose([bench.ask([0, *outputs[0][-5:-1]], depth=1, seq_id=99)])
+    assert draft.tree.tokens[1:] == (outputs[0][-1],)
+    drafter.shutdown()
+
+
 def test_the_own_text_wins_a_tie(bench: Any) -> None:
     drafter = suffix()
     assert drafter.store is not None
@@ -101,7 +111,7 @@ def test_a_cancelled_row_is_freed_and_what_it_said_is_remembered(bench: Any) -> 
     assert drafter.memory_bytes > 0 and drafter.store is not None and not len(drafter.store)
     bench.engine.cancel(seq_id)
     bench.engine.apply_cancels()
-    assert drafter.store.num_tokens == len(row.output) - 1
+    assert drafter.store.num_tokens == len(row.output)
     assert drafter.memory_bytes == drafter.store.memory_bytes
 
 

@@ -139,7 +139,6 @@ def test_the_command_keeps_what_selfspec_then_uses(cache_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["medusa"], "cannot be tuned"),
         (["selfspec", "--depth", "0"], "--depth must be at least 1"),
         (["selfspec", "--tokens", "4"], "--tokens must be at least 8"),
         (["selfspec"], "cannot be read"),
@@ -149,6 +148,11 @@ def test_mistakes_are_one_line(options: list[str], reason: str) -> None:
     done = CliRunner().invoke(build_app(), ["tune", *options, "--model", "x", "--prompts", "/nowhere.txt"])
     assert done.exit_code == 2
     assert reason in done.stderr and done.stderr.strip().count("\n") == 0
+
+
+def test_what_cannot_be_tuned_is_refused() -> None:
+    done = CliRunner().invoke(build_app(), ["tune", "ngram"])
+    assert done.exit_code == 2 and "No such command 'ngram'" in done.stderr
 
 
 def test_prompt_files_are_lines_or_json_lines(tmp_path: Path) -> None:

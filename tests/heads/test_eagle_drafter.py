@@ -13,7 +13,7 @@ from slipstream.control import Controller
 from slipstream.core.draft import Budget, Draft, DraftRequest, Observation
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import build_drafter
-from slipstream.drafters._growth import ROOT
+from slipstream.drafters._growth import ROOT, Level
 from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.eagle import EAGER, EagleDrafter, EagleDrafterConfig, _Growing
 from slipstream.engine.engine import Engine
@@ -73,7 +73,8 @@ class Watched(EagleDrafter):
 
     seen: list[tuple[int, int, tuple[int, ...], torch.Tensor]]
 
-    def _score(self, live: Sequence[_Growing]) -> None:
+    def _expand(self, live: Sequence[_Growing], width: int, scored: bool) -> Level:
+        level = super()._expand(live, width, scored)
         for g in live:
             for node, out in zip(g.growth.frontier, g.outputs, strict=True):
                 path: list[int] = []
@@ -82,7 +83,7 @@ class Watched(EagleDrafter):
                     node = g.growth.parents[node]
                 logits = self.runner.head.logits(out)
                 self.seen.append((g.request.seq_id, len(g.request.tokens), tuple(path[::-1]), logits))
-        super()._score(live)
+        return level
 
 
 @torch.inference_mode()

@@ -67,7 +67,8 @@ def test_a_tree_is_accepted_at_least_as_far_as_any_chain_in_it(kind: str) -> Non
     longest = 0
     for seed in range(12):
         ranked = [dice.sample(range(6), 6) for _ in range(3)]
-        tree = full_tree([4, 3, 2]).tree(prompt[-1], ranked)
+        paths = [[ranked[d][r] for d, r in enumerate(path)] for path in full_tree([4, 3, 2]).paths]
+        tree = TokenTree.from_paths(prompt[-1], paths)
         whole = accepted(tree, seed)
         longest = max(longest, len(whole))
         for leaf in range(1, len(tree)):

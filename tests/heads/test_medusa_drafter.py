@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from slipstream.control import Controller
-from slipstream.core.draft import Draft, DraftRequest
+from slipstream.core.draft import Budget, Draft, DraftRequest, Observation
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import build_drafter
 from slipstream.drafters.base import TargetInfo
@@ -116,7 +118,7 @@ def test_reduced_vocabulary_maps_to_target_ids(run: Any, info: Info) -> None:
         inside = set(heads.vocab.target_ids().tolist())
         drafter = drafter_of(model, info, heads, nodes=15)
         hidden = torch.randn(1, 32)
-        (ranked,) = drafter._ranked(hidden, 3)
+        (ranked,) = drafter.ranked(hidden, 3, 4)[0].tolist()
         assert all(set(row) <= inside and len(set(row)) == len(row) for row in ranked)
         if output == "target":  # the rows of the target's head, and no others
             full = model.get_output_embeddings()(heads.heads[0](hidden))[0]
@@ -140,6 +142,51 @@ def test_a_wider_tree_accepts_no_shorter_path(run: Any, info: Info) -> None:
     assert passes[0] >= passes[1] >= passes[2] and passes[0] > passes[2]
 
 
+def first_draft(drafter: MedusaDrafter, hidden: torch.Tensor, budget: Budget, scored: bool = False) -> Draft:
+    """What is drafted after two tokens, the first of which has this state [H]."""
+    drafter.observe([Observation(0, 0, (3,), {"last": hidden[None]})])
+    (draft,) = drafter.propose([DraftRequest(0, [3, 5], 2, budget, SamplingParams(), 0, scored)])
+    drafter.close(0)
+    return draft
+
+
+@pytest.mark.parametrize("reduced", [None, 9])
+def test_scores_are_the_heads_own_path_probabilities(info: Info, reduced: int | None) -> None:
+    model = tiny_model(vocab_size=24)
+    heads = random_medusa(model, draft_vocab_size=reduced)
+    drafter = drafter_of(model, info, heads, topk="3x2x2")
+    hidden = torch.randn(32, generator=torch.Generator().manual_seed(4))
+    laws = heads(hidden[None])[:, 0].softmax(-1)  # [3, draft V]
+    place = {token: i for i, token in enumerate(heads.vocab.target_ids().tolist())}
+    draft = first_draft(drafter, hidden, Budget(9, 99), scored=True)
+    assert draft.tree.num_drafted == 3 + 6 + 12 and draft.scores is not None
+    for node in range(len(draft.tree)):
+        path = draft.tree.path_tokens(node)
+        expected = math.prod(float(laws[k][place[t]]) for k, t in enumerate(path))
+        assert draft.scores[node] == pytest.approx(expected, rel=1e-5)
+    assert draft.tree == (silent := first_draft(drafter, hidden, Budget(9, 99))).tree
+    assert silent.scores is None  # nobody asked, so no softmax was computed
+
+
+def test_what_the_heads_trust_too_little_is_left_out_with_all_below(info: Info) -> None:
+    model = tiny_model(vocab_size=24)
+    heads = random_medusa(model)
+    hidden = torch.randn(32, generator=torch.Generator().manual_seed(4))
+    laws = heads(hidden[None])[:, 0].softmax(-1)  # [3, V]
+    floor = float(laws[0].topk(2).values.mean())  # between the first head's best and its second
+    for options, budget in (
+        ({}, Budget(9, 99, stop_below=floor)),
+        ({"min_confidence": floor}, Budget(9, 99)),
+    ):
+        drafter = drafter_of(model, info, heads, topk="4x4x4", **options)
+        tree = first_draft(drafter, hidden, budget).tree
+        kept = {tree.path_tokens(n) for n in range(1, len(tree))}
+        likely = [[t for t in law.topk(4).indices.tolist() if float(law[t]) >= floor] for law in laws]
+        every = (p for d in (1, 2, 3) for p in itertools.product(*likely[:d]))
+        assert kept == set(every) and len(likely[0]) == 1
+    assert first_draft(drafter, hidden, Budget(9, 99, stop_below=1.0)).tree.num_drafted == 0
+
+
 def test_heads_and_trees_by_path(tmp_path: Path, run: Any, info: Info) -> None:
     model = tiny_model(vocab_size=24)
     save_medusa(random_medusa(model), tmp_path / "heads")
@@ -156,6 +203,8 @@ def test_heads_and_trees_by_path(tmp_path: Path, run: Any, info: Info) -> None:
         build_drafter(f"medusa:heads={tmp_path / 'heads'},topk=1x1x1x1", info(model))
     with pytest.raises(ParameterError, match="one of topk"):
         MedusaDrafterConfig("x", topk="1", choices="y")
+    with pytest.raises(ParameterError, match="min_confidence"):
+        MedusaDrafterConfig("x", min_confidence=2.0)
     with pytest.raises(ParameterError, match="4x3x2"):
         drafter_of(model, info, random_medusa(model), topk="4,3")
 

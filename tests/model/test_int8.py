@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from slipstream.core.params import SamplingParams
-from slipstream.drafters import draft_model
 from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.draft_model import DraftModelConfig, ModelDrafter
 from slipstream.engine.engine import Engine
@@ -102,7 +101,7 @@ def test_a_models_linears_and_head_are_replaced_and_their_bytes_counted(tie: boo
 def test_an_int8_model_runs_trees_and_drafts_without_changing_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_model, "quantise_linears", partial(quantise_linears, smallest=0))
+    monkeypatch.setattr(int8, "quantise_linears", partial(quantise_linears, smallest=0))
     path = save_tiny(tmp_path / "draft", kind="qwen2", tie=True, seed=3, dtype=torch.bfloat16)
     target = Runner(tiny_model("qwen2", tie=True, seed=3), pack=False)
     info = TargetInfo(target.vocab_size, target.context, tokenizer=tiny_tokenizer())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.core.choices import Choices, best_tree, full_tree, read_accuracies, read_choices
+from slipstream.core.choices import Choices, best_tree, choices_of, full_tree, read_accuracies, read_choices
 from slipstream.errors import ParameterError
 
 accuracies_ = st.lists(
@@ -50,12 +50,6 @@ def test_a_known_tree() -> None:
     assert (tree.depth, tree.widths) == (3, (2, 2, 1))
 
 
-def test_tokens_of_a_shape() -> None:
-    tree = best_tree([[0.5, 0.2], [0.5, 0.2]], 4).tree(9, [[7, 8], [5, 6]])
-    assert tree.tokens == (9, 7, 5, 8, 6) and tree.parents == (-1, 0, 1, 0, 1)
-    assert len(Choices(()).tree(9, [])) == 1
-
-
 def test_full_trees() -> None:
     assert full_tree([2, 1]).paths == ((0,), (1,), (0, 0), (1, 0))
     assert len(full_tree([4, 3, 2])) == 4 + 12 + 24
@@ -75,6 +69,22 @@ def test_full_trees() -> None:
 def test_bad_shapes_are_refused(paths: tuple[tuple[int, ...], ...], match: str) -> None:
     with pytest.raises(ParameterError, match=match):
         Choices(paths)
+
+
+def test_shapes_as_options_give_them(tmp_path: Path) -> None:
+    assert choices_of("0+1+0.0").paths == ((0,), (1,), (0, 0))
+    (tmp_path / "tree.json").write_text("[[1], [0]]")
+    assert choices_of(str(tmp_path / "tree.json")).paths == ((1,), (0,))
+    for text, match in (
+        ("0+", "must be ranks"),
+        ("0..1", "must be ranks"),
+        ("0.0+0", "before it"),
+        ("0+0", "twice"),
+        ("a", "cannot be read"),
+        ("0+-1", "cannot be read"),
+    ):
+        with pytest.raises(ParameterError, match=match):
+            choices_of(text)
 
 
 def test_files(tmp_path: Path) -> None:

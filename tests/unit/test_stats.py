@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.core.stats import DraftCounts, Seconds
+from slipstream.core.stats import DraftCounts, Seconds, SourceCounts
 
 # depth, extra nodes beside the chain, accepted, emitted less than all of accepted + 1
 verifications = st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(0, 5), st.integers(0, 5)).map(
@@ -80,6 +80,16 @@ def test_drawn_and_branching_drafts_are_told_apart() -> None:
     counts.record(3, 3, 2, 3, sampled=True)
     counts.record(2, 5, 1, 2)
     assert counts.sampled_drafts == 1 and counts.branched
+
+
+def test_counts_by_source_add_up_by_name() -> None:
+    counts, more = DraftCounts(), DraftCounts()
+    counts.record(3, 5, 2, 3, sources={"a": SourceCounts(1, 3, 2), "b": SourceCounts(1, 3, 1)})
+    counts.record(2, 2, 0, 1, sources={"a": SourceCounts(1, 2, 0)})
+    counts.record(0, 0, 0, 1)
+    more.record(1, 1, 1, 2, sources={"b": SourceCounts(1, 1, 1)})
+    counts.add(more)
+    assert counts.sources == {"a": SourceCounts(2, 5, 2), "b": SourceCounts(2, 4, 2)}
 
 
 def test_seconds_subtract() -> None:

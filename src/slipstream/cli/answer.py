@@ -116,13 +116,16 @@ class Summary:
             f"target {seconds.target:.2f} s, prefill {seconds.prefill:.2f} s,"
             f" drafter {seconds.drafter:.2f} s, other {seconds.other:.2f} s",
         )
-        self.line("memory", f"{size(peak_memory_bytes())} at its peak")
+        held = outcome.drafter_memory_bytes
+        more = f"; the drafter held {size(held)}" if held else ""
+        self.line("memory", f"{size(peak_memory_bytes())} at its peak{more}")
         if seed is not None:
             self.line("seed", str(seed))
 
     def compared(self, comparison: Comparison, name: str) -> None:
         ours, plain, at = comparison.drafted, comparison.plain, comparison.differs_at
-        self.line("drafting", f"{ours.rate:.2f} tokens/s ({name})")
+        extra = size(ours.drafter_memory_bytes) if ours.drafter_memory_bytes else "no"
+        self.line("drafting", f"{ours.rate:.2f} tokens/s ({name}, {extra} more memory)")
         self.line("plain", f"{plain.rate:.2f} tokens/s")
         if comparison.speedup >= 1:
             self.line("speed-up", f"{comparison.speedup:.2f}×", "bold green")
@@ -173,6 +176,7 @@ def as_json(outcome: Outcome, comparison: Comparison | None, **facts: Any) -> di
             "total": outcome.wall,
         },
         "peak_memory_bytes": peak_memory_bytes(),
+        "drafter_memory_bytes": outcome.drafter_memory_bytes,
         **facts,
         "versions": {
             "slipstream": __version__,

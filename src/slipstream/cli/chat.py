@@ -14,6 +14,12 @@ from slipstream.errors import SlipstreamError
 
 PROMPT = ">>> "
 Message = dict[str, str]
+COMMANDS = {
+    "/reset": "forget the conversation",
+    "/exit": "leave, as Ctrl-D and /quit do",
+    "/help": "this list",
+    "Ctrl-C": "stop an answer; what there is of it stays in the conversation",
+}
 
 
 def chat(session: Session, params: SamplingParams, system: str | None, painter: Painter) -> int:
@@ -21,7 +27,9 @@ def chat(session: Session, params: SamplingParams, system: str | None, painter: 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history in input(); not on Windows)
     summary = Summary()
-    summary.note("Chat: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    summary.note(
+        "Chat: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer, /help lists these."
+    )
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:
@@ -31,8 +39,11 @@ def chat(session: Session, params: SamplingParams, system: str | None, painter: 
         if line == "/reset":
             messages = list(opening)
             summary.note("The conversation is forgotten.")
+        elif line == "/help":
+            for command, meaning in COMMANDS.items():
+                summary.note(f"{command:<8}{meaning}")
         elif line.startswith("/") and " " not in line:
-            summary.note(f"There is no {line}; there are /reset and /exit.")
+            summary.note(f"There is no {line}; there are {', '.join(c for c in COMMANDS if c[0] == '/')}.")
         elif line:
             messages.append({"role": "user", "content": line})
             status = _turn(session, params, messages, painter, summary)

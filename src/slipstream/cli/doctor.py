@@ -5,30 +5,100 @@ from __future__ import annotations
 import platform
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.errors import SlipstreamError
+from slipstream.cli.memory_plan import as_json, check_numbers, print_plan
+from slipstream.cli.request import DEFAULT_MODEL
+from slipstream.errors import ParameterError, SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.plan.memory import MemoryPlan
 
 
 def doctor(
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="Also check this model (it is not downloaded).", show_default=False)
+        str | None,
+        typer.Argument(
+            help=f"Also check this model; nothing is downloaded. With --drafter by default {DEFAULT_MODEL}.",
+            metavar="[MODEL]",
+            show_default=False,
+        ),
     ] = None,
+    model_: Annotated[
+        str | None, typer.Option("--model", help="The same, as other commands have it.", show_default=False)
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help="Also say how much memory the model and this drafter would take, before either is loaded.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer. Default: the model's own.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
+    ] = False,
 ) -> None:
-    """Report on this machine: versions, processor, memory, disk, GPUs, models. Exit status 1 if --model
-    is refused."""
+    """Report on this machine: versions, processor, memory, disk, GPUs, models; and whether a model fits.
+
+    Exit status 1 if the model is refused or does not fit.
+    """
+    check_numbers(context, batch)
+    if model is not None and model_ is not None:
+        raise ParameterError(f"two models were named, {model} and {model_}: give one")
+    model = model or model_
+    if drafter is not None:
+        from slipstream.drafters import check_spec
+
+        check_spec(drafter)
     from slipstream.cli.output import print_json
 
     report = gather(model)
+    refused = model is not None and report["models"][-1]["refused"] is not None
+    plan = None
+    if drafter is not None or (model is not None and not refused):
+        plan = _plan(
+            model,
+            drafter,
+            context=context,
+            rows=batch,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+    report["memory_plan"] = None if plan is None else as_json(plan)
     if json_:
         print_json(report)
     else:
         _print(report)
-    if model is not None and report["models"][-1]["refused"]:
+        if plan is not None:
+            print_plan(plan)
+    if refused or (plan is not None and not plan.fits):
         raise typer.Exit(1)
+
+
+def _plan(model: str | None, drafter: str | None, **options: Any) -> MemoryPlan | None:
+    """None for a model alone of which nothing is here and nothing is known; its row says so."""
+    from slipstream.errors import ModelError
+    from slipstream.plan.memory import plan_memory
+
+    try:
+        return plan_memory(model or DEFAULT_MODEL, drafter or "none", **options)
+    except ModelError:
+        if drafter is None:
+            return None
+        raise
 
 
 def gather(model: str | None) -> dict[str, Any]:
@@ -66,7 +136,8 @@ def gather(model: str | None) -> dict[str, Any]:
         "advised_because": why,
         "models": [],
     }
-    for spec in [entry.name for entry in CATALOGUE] + ([model] if model is not None else []):
+    named = [entry.name for entry in CATALOGUE if entry.name != model]
+    for spec in named + ([model] if model is not None else []):
         report["models"].append(_check(spec, dtype, "cuda" if gpus else "cpu"))
     return report
 

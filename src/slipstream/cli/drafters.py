@@ -1,4 +1,4 @@
-"""`slipstream drafters`: the ways of drafting and their options."""
+"""`slipstream drafters` and `slipstream controllers`: the ways of drafting, how much, and their options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One drafter. error: why it cannot be used, if so."""
+    """One drafter or controller. error: why it cannot be used, if so."""
 
     name: str
     summary: str
@@ -33,25 +33,43 @@ class Listed:
 
 def drafters(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the ways of drafting (--drafter) and their options."""
+    _show(
+        "DRAFTER",
+        listed(),
+        json_,
+        "--drafter NAME:option=value,option=value; one of your own: --drafter ./file.py:Class",
+        "How much they draft is up to a controller: slipstream controllers",
+    )
+
+
+def controllers(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List what decides how much is drafted (--controller) and its options."""
+    _show(
+        "CONTROLLER",
+        listed_controllers(),
+        json_,
+        "--controller NAME:option=value,option=value",
+        "Without --controller a drafter always drafts as much as its own num_speculative_tokens says.",
+    )
+
+
+def _show(what: str, found: list[Listed], json_: bool, *below: str) -> None:
     from slipstream.cli.output import plain_table, print_json, stdout
 
-    found = listed()
     if json_:
-        print_json([asdict(drafter) for drafter in found])
+        print_json([asdict(one) for one in found])
         return
-    table = plain_table("DRAFTER", "OPTION=DEFAULT", "")
-    for drafter in found:
-        where = "" if drafter.where == "built in" else f" ({drafter.where})"
-        summary = drafter.summary if drafter.error is None else f"cannot be used: {drafter.error}"
-        table.add_row(f"[bold]{_plain(drafter.name)}", "", _plain(f"{summary}{where}"))
-        for option in drafter.options:
+    table = plain_table(what, "OPTION=DEFAULT", "")
+    for one in found:
+        where = "" if one.where == "built in" else f" ({one.where})"
+        summary = one.summary if one.error is None else f"cannot be used: {one.error}"
+        table.add_row(f"[bold]{_plain(one.name)}", "", _plain(f"{summary}{where}"))
+        for option in one.options:
             default = "…" if option.default is None else option.default
             table.add_row("", _plain(f"{option.name}={default}"), _plain(option.help))
     console = stdout()
     console.print(table)
-    console.print(
-        "\n--drafter NAME:option=value,option=value; one of your own: --drafter ./file.py:Class", markup=False
-    )
+    console.print("\n" + "\n".join(below), markup=False)
 
 
 def listed() -> list[Listed]:
@@ -70,6 +88,16 @@ def listed() -> list[Listed]:
         except Exception as error:  # a module that breaks must not take the list with it
             found.append(Listed(name, summary, where, error=" ".join(str(error).split())))
     return found
+
+
+def listed_controllers() -> list[Listed]:
+    """All controllers that can be named."""
+    from slipstream.control import KINDS
+
+    return [
+        Listed(name, _first_line(inspect.getmodule(kind).__doc__), "built in", options(kind.Config))
+        for name, kind in sorted(KINDS.items())
+    ]
 
 
 def options(config: type[Any]) -> list[Option]:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from slipstream.cli.output import TerminalProgress
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import Event
 from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.engine.session import Completion, Session
+from slipstream.model.progress import Progress
 
 WARM_UP_TOKENS = 8
 
@@ -57,11 +59,15 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call gave. wall: its seconds from the encoded prompt to the last token, prefill included."""
+    """What one call gave. wall: its seconds from the encoded prompt to the last token, prefill included.
+
+    drafter_memory_bytes: the most the drafter held beyond the target's own.
+    """
 
     completions: tuple[Completion, ...]
     seconds: Seconds
     wall: float
+    drafter_memory_bytes: int = 0
 
     @property
     def first(self) -> Completion:
@@ -112,7 +118,9 @@ def generate(
         raise
     wall = time.perf_counter() - began
     seconds = session.engine.seconds - before
-    return Outcome(tuple(session.completion(row, seconds) for row in rows), seconds, wall)
+    # What was learned from the last row is held after it has ended.
+    held = max(session.engine.drafter_peak_bytes, session.drafter.memory_bytes)
+    return Outcome(tuple(session.completion(row, seconds) for row in rows), seconds, wall, held)
 
 
 @dataclass(frozen=True)
@@ -155,6 +163,19 @@ class Comparison:
         return None
 
 
+def counting(drawn: TerminalProgress, text: str, total: int) -> Callable[[Event], None]:
+    """For `generate`: shows how many tokens there are by now, of `total`; 0 is unknown."""
+    done = 0
+    drawn.stage(text, total, "tokens")
+
+    def show(event: Event) -> None:
+        nonlocal done
+        done += len(event.tokens)
+        drawn.at(done)
+
+    return show
+
+
 def warm_up(session: Session, prompt: Sequence[int], params: SamplingParams, interrupts: Interrupts) -> None:
     """A short generation, so that first-call costs are not timed.
 
@@ -173,12 +194,15 @@ def warm_up_both(
     params: SamplingParams,
     interrupts: Interrupts,
     controller: str | None,
+    progress: Progress,
 ) -> Drafter:
     """Warm plain decoding and the session's drafter, which is set again; gives the plain one."""
     drafter = session.drafter
     plain = session.use("none")
+    progress.stage("warming up plain decoding", 0)
     warm_up(session, prompt, params, interrupts)
     session.use(drafter, controller)
+    progress.stage(f"warming up {drafter.name}", 0)
     warm_up(session, prompt, params, interrupts)
     session.use(drafter, controller)  # a fresh controller: it has learnt from the warm-up
     return plain

@@ -2,7 +2,8 @@
 
 Results go to stdout; progress and messages to stderr. Exit status: 0 fine, 1 for a claim that does not
 hold (doctor, --compare), 2 for a mistake that the user can mend (one line says how), 130 after Ctrl-C, 141
-for a closed pipe, 143 after SIGTERM. A new command is one line in `COMMANDS`.
+for a closed pipe, 143 after SIGTERM. A new command is one line in `COMMANDS`
+or in its group.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.doctor import doctor
-from slipstream.cli.drafters import drafters
+from slipstream.cli.drafters import controllers, drafters
 from slipstream.cli.models import models
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
 from slipstream.cli.serve import serve
-from slipstream.cli.tune import tune
+from slipstream.cli.tune_medusa import tune_medusa
+from slipstream.cli.tune_selfspec import tune_selfspec
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
@@ -30,26 +32,41 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "pull": pull,
     "models": models,
     "drafters": drafters,
+    "controllers": controllers,
     "doctor": doctor,
-    "tune": tune,
+}
+GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
+    "tune": (
+        "Measure what a drafter needs to know about a model, once, and keep it.",
+        {"selfspec": tune_selfspec, "medusa": tune_medusa},
+    ),
 }
 
 
 def build_app() -> typer.Typer:
     """The application with all commands."""
-    app = typer.Typer(
-        name="slipstream",
-        help="Exact speculative decoding for Hugging Face models.",
+    app = _typer("Exact speculative decoding for Hugging Face models.", name="slipstream")
+    app.callback()(_top)
+    for name, command in {**COMMANDS, "version": version}.items():
+        app.command(name)(guarded(command))
+    for group, (text, commands) in GROUPS.items():
+        inner = _typer(text)
+        for name, command in commands.items():
+            inner.command(name)(guarded(command))
+        app.add_typer(inner, name=group)
+    return app
+
+
+def _typer(text: str, **options: Any) -> typer.Typer:
+    return typer.Typer(
+        help=text,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # plain text: errors stay one line
         context_settings={"help_option_names": ["-h", "--help"]},
+        **options,
     )
-    app.callback()(_top)
-    for name, command in {**COMMANDS, "version": version}.items():
-        app.command(name)(guarded(command))
-    return app
 
 
 def version() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import ParameterError
 
+DEFAULT_MODEL = "qwen2.5-coder-1.5b"
 COLOURS = ("drafts", "always", "never")
 
 
@@ -29,6 +31,16 @@ class Request:
     colour: bool
     load: dict[str, Any]
     threads: int | None
+
+
+def one_prompt(words: list[str] | None) -> str | None:
+    """The prompt that was typed. ParameterError for several, which is one without its quotes."""
+    if words is not None and len(words) > 1:
+        quoted = shlex.quote(" ".join(words))
+        raise ParameterError(
+            f"the prompt is {len(words)} arguments, put it in quotes: slipstream run {quoted}"
+        )
+    return words[0] if words else None
 
 
 def checked(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -9,22 +9,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.request import COLOURS, Request, checked, read_stdin, require_chat, use_colour
+from slipstream.cli.request import (
+    COLOURS,
+    DEFAULT_MODEL,
+    Request,
+    checked,
+    one_prompt,
+    read_stdin,
+    require_chat,
+    use_colour,
+)
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
     from slipstream.core.params import SamplingParams
     from slipstream.engine.session import Session
 
-DEFAULT_MODEL = "qwen2.5-coder-1.5b"
 PIPE_CLOSED = 141  # what a shell reports for a program ended by SIGPIPE
 
 
 def run(
-    prompt: Annotated[
-        str | None,
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            help="What to answer. Without it, standard input; on a terminal, a chat.", show_default=False
+            metavar="[PROMPT]",
+            help="What to answer, in quotes. Without it, standard input; on a terminal, a chat.",
+            show_default=False,
         ),
     ] = None,
     model: Annotated[
@@ -43,7 +53,7 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME[:KEY=VALUE,...]",
-            help="How much to draft: fixed or additive. Default: always the drafter's own length.",
+            help="How much to draft; see `slipstream controllers`. Default: always the drafter's own length.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -122,6 +132,12 @@ def run(
         "n": n,
     }
     # Mistakes are told before torch is imported and models are loaded.
+    prompt = one_prompt(words)
+    from slipstream.control import build_controller
+    from slipstream.drafters import check_spec
+
+    check_spec(drafter)
+    build_controller(controller, 0)
     sampling = checked({name: value for name, value in given.items() if value is not None})
     if threads is not None and threads < 1:
         raise ParameterError(f"threads must be at least 1, not {threads}")
@@ -186,19 +202,15 @@ def _load(request: Request) -> Session:
 
     with progress(transient=True) as drawn:
         drawn.stage(f"looking for {request.model}", 0)
+        from slipstream.drafters import configure
+
+        configure(request.drafter)  # a wrong value is told before gigabytes are loaded for it
         import torch
 
         from slipstream.api import load
-        from slipstream.control import build_controller
-        from slipstream.core.spec import make_config, parse_spec
-        from slipstream.drafters import find_drafter
 
         if request.threads is not None:
             torch.set_num_threads(request.threads)
-        # A mistyped drafter is told before gigabytes are loaded for it.
-        name, values = parse_spec(request.drafter)
-        make_config(find_drafter(name).Config, name, values)  # type: ignore[attr-defined]
-        build_controller(request.controller, 0)
         return load(
             request.model, request.drafter, controller=request.controller, progress=drawn, **request.load
         )
@@ -206,9 +218,11 @@ def _load(request: Request) -> Session:
 
 def _answer(session: Session, request: Request, prompt: str, params: SamplingParams) -> int:
     """Answer once, and once more plainly if they are compared; gives the exit status."""
+    import torch
+
     from slipstream.cli.answer import Painter, Summary, as_json
-    from slipstream.cli.generation import Comparison, Interrupts, generate, warm_up_both
-    from slipstream.cli.output import print_json
+    from slipstream.cli.generation import Comparison, Interrupts, counting, generate, warm_up_both
+    from slipstream.cli.output import print_json, progress
     from slipstream.core.spec import parse_spec
 
     summary = Summary()
@@ -219,8 +233,14 @@ def _answer(session: Session, request: Request, prompt: str, params: SamplingPar
     comparison = plain = None
     with Interrupts() as interrupts:
         if request.compare:
-            plain = warm_up_both(session, ids, params, interrupts, request.controller)
-        outcome = generate(session, ids, params, interrupts, *((painter,) if streams else ()))
+            with progress(transient=True) as drawn:
+                plain = warm_up_both(session, ids, params, interrupts, request.controller, drawn)
+        if streams:
+            outcome = generate(session, ids, params, interrupts, painter)
+        else:
+            with progress(transient=True, calm=True) as drawn:
+                show = counting(drawn, "answering", params.n * (params.max_tokens or 0))
+                outcome = generate(session, ids, params, interrupts, show)
         if not request.json:
             if streams:
                 painter.end_line()
@@ -229,10 +249,10 @@ def _answer(session: Session, request: Request, prompt: str, params: SamplingPar
             green = request.colour and streams
             summary.full(outcome, green, params.seed if params.temperature > 0 else None)
         if plain is not None and interrupts.number is None:
-            if not request.json:
-                summary.note("\nThe same again with plain decoding ...")
             session.use(plain)
-            without = generate(session, ids, params, interrupts)
+            with progress(transient=True, calm=True) as drawn:
+                show = counting(drawn, "the same again with plain decoding", outcome.num_tokens)
+                without = generate(session, ids, params, interrupts, show)
             comparison = Comparison(outcome, without) if interrupts.number is None else None
     if request.json:
         facts = {
@@ -240,6 +260,11 @@ def _answer(session: Session, request: Request, prompt: str, params: SamplingPar
             "drafter": request.drafter,
             "controller": request.controller,
             "temperature": params.temperature,
+            "max_tokens": params.max_tokens,
+            "context": session.engine.context,
+            "dtype": session.info.dtype,
+            "device": session.info.device,
+            "threads": torch.get_num_threads(),
         }
         print_json(as_json(outcome, comparison, **facts))
     elif comparison is not None:

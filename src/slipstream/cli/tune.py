@@ -1,8 +1,11 @@
-"""`slipstream tune`: measure what a drafter needs to know about a model, once, and keep it."""
+"""What the commands of `slipstream tune` share: their options, prompts, and the model that answers them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,102 +14,78 @@ import typer
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
-    from slipstream.drafters._tuned import Tuned
+    from slipstream.cli.output import TerminalProgress
+    from slipstream.engine.session import Completion, Session
 
-METHODS = ("selfspec",)
+ModelName = Annotated[
+    str,
+    typer.Option("--model", help="Catalogue name (see `slipstream models`), folder, .gguf file or hub id."),
+]
+PromptFile = Annotated[
+    Path,
+    typer.Option(
+        "--prompts",
+        help="What people ask the model: a text file with a prompt a line, or .jsonl with objects that"
+        ' hold "prompt" or "messages".',
+    ),
+]
+Limit = Annotated[int, typer.Option("--limit", help="Prompts used, the first ones.")]
+Tokens = Annotated[int, typer.Option("--tokens", help="Tokens of each answer that are measured.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="bfloat16, float16 or float32; auto is the checkpoint's own.")
+]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
+]
 
 
-def tune(
-    method: Annotated[str, typer.Argument(help="What to tune: selfspec.", show_default=False)],
-    model: Annotated[
-        str, typer.Option(help="Catalogue name (see `slipstream models`), folder, .gguf file or hub id.")
-    ],
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            help="What people ask the model: a text file with a prompt a line, or .jsonl with objects that"
-            ' hold "prompt" or "messages".'
-        ),
-    ],
-    limit: Annotated[int, typer.Option(help="Prompts used, the first ones.")] = 8,
-    tokens: Annotated[int, typer.Option(help="Tokens of each answer that are measured.")] = 64,
-    depth: Annotated[int, typer.Option(help="Longest draft considered.")] = 8,
-    trials: Annotated[int, typer.Option(help="Sets of sublayers measured.")] = 150,
-    seed: Annotated[int, typer.Option(help="Of the random part of the search.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
-    ] = False,
-) -> None:
-    """Find which sublayers `selfspec` leaves out of a model. Kept in the cache, used from then on.
+@dataclass(frozen=True)
+class Tuning:
+    """A loaded model, the prompts as it reads them, and where progress is told."""
 
-    The model answers the prompts greedily, then sets of sublayers are measured on these answers.
-    """
-    if method not in METHODS:
-        raise ParameterError(f"{method!r} cannot be tuned; there is {', '.join(METHODS)}")
-    for name, value, least in (
-        ("limit", limit, 1),
-        ("depth", depth, 1),
-        ("tokens", tokens, depth),
-        ("trials", trials, 2),
-    ):
-        if value < least:
-            raise ParameterError(f"--{name} must be at least {least}, not {value}")
+    session: Session
+    prompts: list[list[int]]
+    progress: TerminalProgress
+
+    def answer(self, tokens: int) -> list[Completion]:
+        """Its greedy answers, of at most so many tokens."""
+        from slipstream.core.params import SamplingParams
+
+        self.progress.stage(f"answering {len(self.prompts)} prompts", 0)
+        answers: list[Completion] = self.session.generate(self.prompts, SamplingParams(max_tokens=tokens))
+        return answers
+
+
+@contextmanager
+def opened(
+    model: str, prompts: Path, limit: int, *, dtype: str, device: str, trust_remote_code: bool
+) -> Iterator[Tuning]:
+    """Read the prompts, then load the model; mistakes in the file are told before anything is loaded."""
     questions = read_prompts(prompts)[:limit]
 
-    from slipstream.cli.output import print_json, progress
+    from slipstream.cli.output import progress
 
     with progress() as drawn:
         drawn.stage(f"looking for {model}", 0)
-        import slipstream
-        from slipstream.drafters._skip_search import Measure, Text, search
-        from slipstream.drafters._tuned import save_tuned
+        from slipstream.api import load
         from slipstream.engine.inputs import encode
 
         options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": drawn}
-        with slipstream.load(model, trust_remote_code=trust_remote_code, **options) as session:
+        with load(model, trust_remote_code=trust_remote_code, **options) as session:
             chat = session.tokenizer.chat_template is not None
             asked = [
-                encode(
-                    session.tokenizer, [{"role": "user", "content": q}] if chat and isinstance(q, str) else q
-                )
-                for q in questions
+                [{"role": "user", "content": q}] if chat and isinstance(q, str) else q for q in questions
             ]
-            drawn.stage(f"answering {len(asked)} prompts", 0)
-            answers = session.generate(asked, slipstream.SamplingParams(max_tokens=tokens))
-            texts = [Text(tuple(p), a.tokens) for p, a in zip(asked, answers, strict=True)]
-            runner = session.engine.runner
-            measure = Measure(runner, texts, depth)
-            if not len(measure):
-                raise ParameterError(
-                    f"every answer is shorter than {depth} tokens: give other prompts or a smaller --depth"
-                )
-            drawn.stage(f"measuring {trials} sets on {len(measure)} drafts", 0)
-            told: list[Tuned] = []
+            yield Tuning(session, [encode(session.tokenizer, q) for q in asked], drawn)
 
-            def report(count: int, best: Tuned) -> None:
-                if not told or told[-1] != best:
-                    told.append(best)
-                    drawn.note(f"set {count}: predicted {best.speedup:.2f} times as fast, skip={best.skip}")
 
-            found = search(measure, trials, seed, report)
-            measure.close()
-            path = save_tuned(runner.model, found, model)
-    if json_:
-        print_json({"model": model, "path": str(path), **found.to_json()})
-        return
-    typer.echo(
-        f"skip={found.skip}: reads {found.cost:.0%} of the weights, {found.acceptance:.0%} of drafted tokens"
-        f" accepted, {found.num_speculative_tokens} tokens a draft, min_confidence {found.min_confidence:g};"
-        f" predicted {found.speedup:.2f} times as fast as plain decoding"
-    )
-    if found.speedup <= 1.0:
-        typer.echo("no set is predicted to pay on these prompts: use another drafter", err=True)
-    typer.echo(f"kept in {path}; use it with --drafter selfspec", err=True)
+def require_least(least: int, **numbers: int) -> None:
+    """Refuse options below `least`."""
+    for name, value in numbers.items():
+        if value < least:
+            raise ParameterError(f"--{name} must be at least {least}, not {value}")
 
 
 def read_prompts(path: Path) -> list[str | list[dict[str, Any]]]:

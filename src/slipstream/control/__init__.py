@@ -8,9 +8,9 @@ from slipstream.control.fixed import Fixed
 from slipstream.core.spec import make_config, parse_spec
 from slipstream.errors import ParameterError
 
-__all__ = ["Additive", "Controller", "Fixed", "RowOutcome", "RowState", "build_controller"]
+__all__ = ["KINDS", "Additive", "Controller", "Fixed", "RowOutcome", "RowState", "build_controller"]
 
-_KINDS = {kind.name: kind for kind in (Fixed, Additive)}
+KINDS = {kind.name: kind for kind in (Fixed, Additive)}
 
 
 def build_controller(
@@ -20,10 +20,10 @@ def build_controller(
     if isinstance(spec, Controller):
         return spec
     name, values = parse_spec(spec or "fixed")
-    if name not in _KINDS:
-        raise ParameterError(f"unknown controller {name!r}; there are {', '.join(sorted(_KINDS))}")
+    if name not in KINDS:
+        raise ParameterError(f"unknown controller {name!r}; there are {', '.join(sorted(KINDS))}")
     if name == "fixed":
         values.setdefault("num_speculative_tokens", str(default_length))
         values.setdefault("nodes", str(default_nodes))
-    kind = _KINDS[name]
+    kind = KINDS[name]
     return kind(make_config(kind.Config, name, values))  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from slipstream.errors import ParameterError
 
 @dataclass(frozen=True, slots=True)
 class AdditiveConfig:
-    """start, min, max: drafted tokens. history: verifications remembered a row."""
+    """start, min, max: drafted tokens. history: verifications remembered a row. raise_above: mean acceptance
+    above which the next draft is longer. lower_below: mean acceptance below which it is shorter."""
 
     start: int = 5
     min: int = 2

@@ -11,13 +11,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.tree import TokenTree
 from slipstream.errors import ParameterError
 
 Path_ = tuple[int, ...]
@@ -67,12 +67,6 @@ class Choices:
         if depth >= self.depth and nodes >= len(self):
             return self
         return Choices(tuple(p for p in self.paths if len(p) <= depth)[:nodes])
-
-    def tree(self, root: int, ranked: Sequence[Sequence[int]]) -> TokenTree:
-        """The tree in which rank r at depth d (from 0) is the token ranked[d][r], whatever comes before."""
-        number = {path: node for node, path in enumerate(((), *self.paths))}
-        tokens = [root, *(ranked[len(path) - 1][path[-1]] for path in self.paths)]
-        return TokenTree(tuple(tokens), (-1, *(number[path[:-1]] for path in self.paths)))
 
     def expected_tau(self, accuracies: Accuracies) -> float:
         """Tokens a pass, bonus included: 1 + the sum over nodes of the product along the path."""
@@ -125,6 +119,17 @@ def full_tree(widths: Sequence[int]) -> Choices:
         raise ParameterError(f"a full tree needs at least 1 child a node at every depth, not {list(widths)}")
     levels = (itertools.product(*map(range, widths[: d + 1])) for d in range(len(widths)))
     return Choices(tuple(path for level in levels for path in level))
+
+
+def choices_of(text: str) -> Choices:
+    """A shape as an option gives it: paths of ranks, `0+1+0.0+0.1`, or the JSON file that holds them."""
+    if not re.fullmatch(r"[\d.+]+", text):
+        return read_choices(Path(text).expanduser())
+    try:
+        paths = tuple(tuple(map(int, path.split("."))) for path in text.split("+"))
+    except ValueError:
+        raise ParameterError(f"the choices {text!r} must be ranks, as in 0+1+0.0+0.1, or a file") from None
+    return Choices(paths)
 
 
 def read_choices(file: Path) -> Choices:

@@ -11,11 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from slipstream.core.estimate import MemoryEstimate
 from slipstream.core.params import SamplingParams
+from slipstream.core.stats import SourceCounts
 from slipstream.core.tree import TokenTree
+
+if TYPE_CHECKING:  # a mistyped drafter is refused before torch is imported, which takes seconds
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +79,19 @@ class Draft:
     replacement (`logits.law.draw_siblings`), or each from q itself if `tree.allow_duplicates`. All that
     were drawn are there: a sampled node must not be left out for its token or its score.
 
-    scores: optional confidence per node. source: which part of a composed drafter made it, for the
-    counters.
+    scores: optional confidence per node, the probability that it and all before it are accepted as far as
+    the drafter can tell. source: which drafter, or part of a composed one, made it, for the counters.
+    sources: where several made it, for each node those that drafted it; the root has none.
     """
 
     tree: TokenTree
     q: tuple[torch.Tensor | None, ...] | None = None
     scores: tuple[float, ...] | None = None
     source: str = ""
+    sources: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, values in (("q", self.q), ("scores", self.scores)):
+        for name, values in (("q", self.q), ("scores", self.scores), ("sources", self.sources)):
             if values is not None and len(values) != len(self.tree):
                 raise ValueError(f"{name} has {len(values)} entries for {len(self.tree)} nodes")
         if self.q is not None:
@@ -113,7 +119,21 @@ class Draft:
             else tuple(self.q[n] if tree.children(i) else None for i, n in enumerate(order))
         )
         scores = None if self.scores is None else tuple(self.scores[n] for n in order)
-        return Draft(tree, q, scores, self.source)
+        sources = None if self.sources is None else tuple(self.sources[n] for n in order)
+        return Draft(tree, q, scores, self.source, sources)
+
+    def counts_by_source(self, accepted: Sequence[int]) -> dict[str, SourceCounts]:
+        """What each source drafted, and what of it was accepted; a node of several counts for each."""
+        sources = self.sources
+        if sources is None:
+            own = (self.source,) if self.source else ()
+            sources = ((), *[own] * self.tree.num_drafted)
+        counts: dict[str, SourceCounts] = {}
+        for node, names in enumerate(sources):
+            for name in names:
+                counts.setdefault(name, SourceCounts(drafts=1)).draft_tokens += 1
+                counts[name].accepted_tokens += node in accepted
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +141,8 @@ class DraftRequest:
     """One row that wants a draft. `tokens` are all committed tokens; the last one is the root.
 
     prompt_length tells where the prompt ends. Do not keep or change `tokens`: it is the live list.
+    scored: `Draft.scores` will be looked at. A drafter that knows them must then tell them; otherwise it
+    may save itself the softmax they take.
     """
 
     seq_id: int
@@ -129,6 +151,7 @@ class DraftRequest:
     budget: Budget
     params: SamplingParams
     seed: int
+    scored: bool = False
 
     @property
     def root(self) -> int:
@@ -147,7 +170,9 @@ class Observation:
     tokens went into the target's cache from absolute position `start`. features has, for exactly
     these tokens, the tensors declared in `Needs`, keyed by layer number or "last", each [n, hidden].
     After a verification `draft` is what was verified, `accepted` the kept drafted nodes in order,
-    and node_logits [nodes, V] is there if declared.
+    and node_logits [nodes, V] is there if declared. next_token is the committed token behind `tokens`,
+    which the target has not computed: the rest of the prompt begins with it, or it is the new root. Of a
+    finished row it is the last one. The engine always tells it.
     """
 
     seq_id: int
@@ -157,6 +182,7 @@ class Observation:
     draft: Draft | None = None
     accepted: tuple[int, ...] = ()
     node_logits: torch.Tensor | None = None
+    next_token: int | None = None
 
     def only(self, needs: Needs) -> Observation:
         """What a drafter that declared no more than `needs` is told."""
@@ -195,9 +221,18 @@ class Drafter(ABC):
     def close(self, seq_id: int) -> None:  # noqa: B027
         """The row is finished or cancelled; free what it held. Unknown ids are ignored."""
 
+    @classmethod
+    def predict_memory(cls, config: Any, target: Any) -> MemoryEstimate:
+        """What a drafter of this config (of `Config`) will hold, told before anything is loaded.
+
+        target is a `slipstream.drafters.base.TargetShape`. Raises as building the drafter would, where that
+        can be known.
+        """
+        return MemoryEstimate(unknown=f"the drafter {cls.name!r} does not tell what it will hold")
+
     @property
     def memory_bytes(self) -> int:
-        """Weights and caches held now, beyond the target's own."""
+        """Weights, caches and tables held now, beyond the target's own; what `predict_memory` predicts."""
         return 0
 
     def shutdown(self) -> None:  # noqa: B027

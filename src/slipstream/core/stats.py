@@ -9,13 +9,13 @@ a cost model needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
 @dataclass
 class SourceCounts:
-    """Counts of the drafts that one part of a composed drafter made."""
+    """Counts of the drafts that one drafter, or part of a composed one, made or had a share in."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -35,16 +35,23 @@ class DraftCounts:
     drafted_at: list[int] = field(default_factory=list)  # drafts that reached depth i+1
     tested_at: list[int] = field(default_factory=list)  # of those, all before depth i+1 accepted
     accepted_at: list[int] = field(default_factory=list)
-    sources: dict[str, SourceCounts] = field(default_factory=dict)  # by `Draft.source`
+    # By who drafted: in a merged tree several may have drafted a token, which then counts for each.
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
 
     def record(
-        self, depth: int, nodes: int, accepted: int, emitted: int, sampled: bool = False, source: str = ""
+        self,
+        depth: int,
+        nodes: int,
+        accepted: int,
+        emitted: int,
+        sampled: bool = False,
+        sources: Mapping[str, SourceCounts] | None = None,
     ) -> None:
         """One verification: draft depth and drafted nodes, accepted drafted tokens, emitted tokens.
 
-        sampled: the draft carried a law q. source: which drafter, or part of one, made it.
-        What was accepted but lies behind an end (EOS, stop string, limit) was not emitted and does
-        not count, neither as accepted nor as tested.
+        sampled: the draft carried a law q. sources: what each source had in it and kept of it
+        (`Draft.counts_by_source`). What was accepted but lies behind an end (EOS, stop string, limit) was
+        not emitted and does not count, neither as accepted nor as tested.
         """
         accepted = min(accepted, emitted)
         self.passes += 1
@@ -60,8 +67,8 @@ class DraftCounts:
             self.drafted_at[i] += 1
             self.tested_at[i] += accepted >= i and emitted > i
             self.accepted_at[i] += accepted > i
-        if nodes > 0 and source:
-            self._add_source(source, SourceCounts(1, nodes, accepted))
+        for source, counts in (sources or {}).items():
+            self._add_source(source, counts)
 
     def _add_source(self, source: str, more: SourceCounts) -> None:
         counts = self.sources.setdefault(source, SourceCounts())

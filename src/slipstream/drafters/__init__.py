@@ -19,10 +19,20 @@ from typing import Any
 
 from slipstream.core.draft import Drafter
 from slipstream.core.spec import make_config, parse_spec
-from slipstream.drafters.base import TargetInfo
+from slipstream.drafters._config_source import config_without_import
+from slipstream.drafters.base import MemoryEstimate, TargetInfo, TargetShape
 from slipstream.errors import DrafterError
 
-__all__ = ["TargetInfo", "build_drafter", "find_drafter", "list_drafters"]
+__all__ = [
+    "TargetInfo",
+    "TargetShape",
+    "build_drafter",
+    "check_spec",
+    "configure",
+    "find_drafter",
+    "list_drafters",
+    "predict_memory",
+]
 
 GROUP = "slipstream.drafters"
 _NOT_DRAFTERS = {"base"}
@@ -64,32 +74,59 @@ def find_drafter(name: str) -> type[Drafter]:
             except Exception as error:  # whatever a stranger's package raises when it is imported
                 raise _broken(name, error) from error
             return _checked(found, name)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> DrafterError:
     known = [d["name"] for d in list_drafters()]
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-    raise DrafterError(f"unknown drafter {name!r}; {hint} (or FILE.py:Class)")
+    return DrafterError(f"unknown drafter {name!r}; {hint} (or FILE.py:Class)")
+
+
+def check_spec(spec: str) -> None:
+    """Refuse a mistyped name or option at once: nothing is imported, which for some drafters takes seconds.
+
+    What only the drafter itself knows of its values is not checked. Raises DrafterError, ParameterError.
+    """
+    name, values = parse_spec(spec)
+    if ":" in name:
+        _file_of(name)
+    elif name in _files():
+        config = config_without_import(_files()[name])
+        if config is not None:
+            make_config(config, name, values)
+    elif not any(point.name == name for point in entry_points(group=GROUP)):
+        raise _unknown(name)
 
 
 def _from_path(name: str) -> type[Drafter]:
     module_name, _, attribute = name.rpartition(":")
+    path = _file_of(name)
     try:
-        if module_name.endswith(".py"):
-            path = Path(module_name).expanduser()
-            if not path.is_file():
-                raise DrafterError(f"drafter file {module_name!r} does not exist")
+        if path is not None:
             spec = importlib.util.spec_from_file_location(f"slipstream_drafter_{path.stem}", path)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(module_name)
-    except DrafterError:
-        raise
     except Exception as error:  # whatever a stranger's file raises when it is imported
         raise _broken(name, error) from error
     if not hasattr(module, attribute):
         raise DrafterError(f"{module_name!r} has no class {attribute!r}")
     return _checked(getattr(module, attribute), name)
+
+
+def _file_of(name: str) -> Path | None:
+    """The file of `FILE.py:Class`, None for `package.module:Class`."""
+    module_name = name.rpartition(":")[0]
+    if not module_name.endswith(".py"):
+        return None
+    path = Path(module_name).expanduser()
+    if not path.is_file():
+        raise DrafterError(f"drafter file {module_name!r} does not exist")
+    return path
 
 
 def _broken(name: str, error: Exception) -> DrafterError:
@@ -122,7 +159,18 @@ def build_drafter(spec: str | Drafter, target: TargetInfo) -> Drafter:
     """From `name:key=value,…`; a drafter that is built already is taken as it is."""
     if isinstance(spec, Drafter):
         return spec
+    found, config = configure(spec)
+    return found(config, target)  # type: ignore[call-arg]
+
+
+def predict_memory(spec: str, target: TargetShape) -> MemoryEstimate:
+    """What the drafter that `spec` names will hold beyond the target's own, without loading it."""
+    found, config = configure(spec)
+    return found.predict_memory(config, target)
+
+
+def configure(spec: str) -> tuple[type[Drafter], Any]:
+    """The drafter's class and its config, checked as far as it goes without a target."""
     name, values = parse_spec(spec)
     found = find_drafter(name)
-    config = make_config(found.Config, name, values)  # type: ignore[attr-defined]
-    return found(config, target)  # type: ignore[call-arg]
+    return found, make_config(found.Config, name, values)  # type: ignore[attr-defined]

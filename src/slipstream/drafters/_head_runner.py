@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.drafters._growth import Level, likeliest
 from slipstream.heads.eagle import DraftAttention, EagleHead
 from slipstream.model.attention import AttentionStep, slot_attention
 from slipstream.model.cache import SlotCache
@@ -47,13 +48,11 @@ class HeadRunner:
         return [out[span.start : span.end] for span in pack.spans]
 
     @torch.inference_mode()
-    def best(
-        self, hidden: torch.Tensor, vocab_size: int, width: int
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """For outputs [n, H]: the `width` likeliest target ids and their log-probabilities, best first."""
+    def best(self, hidden: torch.Tensor, vocab_size: int, width: int, scored: bool) -> Level:
+        """The `width` likeliest target ids after each of the outputs [n, H]."""
         logits = self.head.logits(pad_rows(hidden))[: len(hidden)]  # [n, draft V]
         if not self.head.vocab.reduced:
             logits = logits[:, :vocab_size]  # a head may be padded beyond the tokens there are
-        logprobs = logits.float().log_softmax(-1)
-        top = logprobs.topk(min(width, logprobs.shape[-1]))
-        return self.head.vocab.to_target(top.indices).tolist(), top.values.tolist()
+        ids, logprobs = likeliest(logits, width, scored)  # [n, width]
+        tokens = self.head.vocab.to_target(ids).tolist()
+        return Level(tokens, None if logprobs is None else logprobs.tolist())

@@ -10,8 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.drafters._beam import Beam
+from slipstream.drafters._growth import Growth
+from slipstream.drafters._model_growth import Reading
 from slipstream.model.runner import CHUNK, Runner
+
+
+def tokens_held(context: int, depth: int, width: int = 1) -> int:
+    """The most a slot holds at once: the row of up to `context` tokens, all but those that `depth` levels
+    below it may still become, and the nodes of all levels but the last, which is not computed."""
+    return context - 1 - depth + width * (depth - 1) if depth else 0
 
 
 @dataclass
@@ -19,7 +26,7 @@ class _Row:
     """Tokens committed to the slot, and the last draft, whose computed nodes lie behind them."""
 
     cached: list[int] = field(default_factory=list)
-    beam: Beam | None = None
+    growth: Growth | None = None
 
 
 class OwnCache:
@@ -40,12 +47,12 @@ class OwnCache:
         same, limit = 0, min(len(row.cached), len(tokens) - 1)
         while same < limit and row.cached[same] == tokens[same]:
             same += 1
-        beam, row.beam = row.beam, None
+        growth, row.growth = row.growth, None
         if same < len(row.cached):
             cache.rollback(slot, same)
             del row.cached[same:]
-        elif beam is not None:
-            accepted = beam.computed_path(tokens[same:-1])
+        elif growth is not None:
+            accepted = growth.placed_path(tokens[same:-1])
             cache.commit(slot, accepted)
             row.cached.extend(tokens[same : same + len(accepted)])
             same += len(accepted)
@@ -56,11 +63,11 @@ class OwnCache:
             row.cached.extend(missing[:ready])
         return missing[ready:]
 
-    def after_reading(self, beam: Beam) -> None:
-        """What `catch_up` gave is in the slot; what the beam drafts from here on is remembered."""
-        row = self._rows[beam.slot]
-        row.cached.extend(beam.read)
-        row.beam = beam
+    def after_reading(self, reading: Reading) -> None:
+        """What `catch_up` gave is in the slot; what is drafted from here on is remembered."""
+        row = self._rows[reading.slot]
+        row.cached.extend(reading.read)
+        row.growth = reading.growth
 
     def close(self, slot: int) -> None:
         self._rows.pop(slot, None)

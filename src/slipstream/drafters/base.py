@@ -6,18 +6,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.draft import Draft, Drafter, DraftRequest, Needs, Observation
+from slipstream.core.estimate import MemoryEstimate
 from slipstream.core.tree import TokenTree
 
 if TYPE_CHECKING:
+    from slipstream.model.blueprint import Blueprint
     from slipstream.model.runner import Runner
 
 __all__ = [
     "Draft",
     "DraftRequest",
     "Drafter",
+    "MemoryEstimate",
     "Needs",
     "Observation",
     "TargetInfo",
+    "TargetShape",
     "TokenTree",
     "empty_draft",
 ]
@@ -44,6 +48,23 @@ class TargetInfo:
     model: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     runner: Runner | None = None
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The target before it is loaded and how it is to be used, for `Drafter.predict_memory`.
+
+    vocab_size, dtype, device: as in `TargetInfo`. context: most tokens of a row, prompt and answer. rows:
+    sequences at once. model: the target's modules without data. trust_remote_code: as to `slipstream.load`.
+    """
+
+    vocab_size: int
+    context: int
+    rows: int
+    dtype: str
+    device: str
+    model: Blueprint
+    trust_remote_code: bool = False
 
 
 def empty_draft(request: DraftRequest) -> Draft:

@@ -14,14 +14,16 @@ from typing import Literal
 
 from slipstream.core.draft import Budget
 from slipstream.core.spec import parse_specs
-from slipstream.drafters import build_drafter
+from slipstream.drafters import build_drafter, check_spec, predict_memory
 from slipstream.drafters.base import (
     Draft,
     Drafter,
     DraftRequest,
+    MemoryEstimate,
     Needs,
     Observation,
     TargetInfo,
+    TargetShape,
     empty_draft,
 )
 from slipstream.errors import ParameterError
@@ -53,6 +55,8 @@ class CascadeConfig:
             raise ParameterError("cascade needs num_speculative_tokens of 0 or more")
         if not self.min_score >= 0:
             raise ParameterError(f"cascade:min_score must be 0 or more, not {self.min_score}")
+        for spec in self.specs:
+            check_spec(spec)
 
     @property
     def specs(self) -> list[str]:
@@ -72,10 +76,16 @@ class CascadeDrafter(Drafter):
         lengths = [part.num_speculative_tokens for part in self.parts]
         given = config.num_speculative_tokens
         self.num_speculative_tokens = max(lengths) if given is None else given
-        nodes = max(part.draft_nodes for part in self.parts)
-        self.draft_nodes = max(nodes, *lengths) if nodes and given is None else 0
+        trees = config.mode == "merge" or any(part.draft_nodes for part in self.parts)
+        sizes = [part.draft_nodes or part.num_speculative_tokens for part in self.parts]
+        if trees and given is None:
+            self.draft_nodes = sum(sizes) if config.mode == "merge" else max(sizes)
         self.learns = any(part.learns for part in self.parts)
         self.needs = Needs.union(part.needs for part in self.parts)
+
+    @classmethod
+    def predict_memory(cls, config: CascadeConfig, target: TargetShape) -> MemoryEstimate:
+        return sum((predict_memory(spec, target) for spec in config.specs), MemoryEstimate())
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:
         for part in self.parts:
@@ -90,7 +100,8 @@ class CascadeDrafter(Drafter):
         chosen: dict[int, Draft] = {}
         second: dict[int, Draft] = {}
         for part in self.parts:
-            for draft, request in _ask(part, [r for r in requests if r.seq_id not in chosen]):
+            left = [replace(r, scored=True) for r in requests if r.seq_id not in chosen]
+            for draft, request in _ask(part, left):
                 seq_id = request.seq_id
                 if draft.q is not None or _score(draft) >= self._config.min_score:
                     chosen[seq_id] = draft
@@ -189,4 +200,11 @@ def _merge(one: Draft, other: Draft) -> Draft:
                 path = draft.tree.path_tokens(node)
                 best[path] = max(score, best.get(path, 0.0))
         scores = tuple(best[tree.path_tokens(node)] for node in range(len(tree)))
-    return Draft(tree, scores=scores, source=f"{one.source}+{other.source}")
+    drafted: dict[tuple[int, ...], tuple[str, ...]] = {}
+    for draft in (one, other):
+        for node in range(1, len(draft.tree)):
+            path = draft.tree.path_tokens(node)
+            names = (draft.source,) if draft.sources is None else draft.sources[node]
+            drafted[path] = tuple(dict.fromkeys((*drafted.get(path, ()), *names)))
+    sources = tuple(drafted.get(tree.path_tokens(node), ()) for node in range(len(tree)))
+    return Draft(tree, scores=scores, source=f"{one.source}+{other.source}", sources=sources)

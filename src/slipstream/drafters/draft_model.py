@@ -5,26 +5,36 @@ decoding with the same seed gives. With `sampled=true` tokens are drawn from the
 request's temperature, top-k, top-p and min-p, and verified by the ratio test (Leviathan et al.,
 2211.17192): the law of the output is the same, its tokens are not.
 
-With `width` above 1 the draft follows its `width` best paths and proposes a tree of them (`_beam`).
+With `width` above 1 the draft follows its `width` best paths and proposes a tree of them (`_growth`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 
 from slipstream.core.noise import Purpose
-from slipstream.drafters._beam import Beam, Draw, grow
-from slipstream.drafters._own_cache import OwnCache
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, Needs, TargetInfo, empty_draft
+from slipstream.drafters._growth import DynamicGrowth, Growth, SampledChain
+from slipstream.drafters._model_growth import Reading, grow_with
+from slipstream.drafters._own_cache import OwnCache, tokens_held
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    Needs,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 from slipstream.errors import ParameterError
 from slipstream.logits.warp import warped_law
-from slipstream.model.int8 import quantise_linears, require_int8
+from slipstream.model.blueprint import Blueprint
+from slipstream.model.int8 import Quantise, prepare_linears, require_int8
 from slipstream.model.load import load
-from slipstream.model.packed import can_pack, pack_linears
 from slipstream.model.runner import Runner
 from slipstream.model.vocab import shared_vocabulary
 
@@ -33,10 +43,10 @@ from slipstream.model.vocab import shared_vocabulary
 class DraftModelConfig:
     """model: catalogue name, folder, .gguf file or hub id. num_speculative_tokens: tokens drafted a step.
 
-    sampled: draw the draft instead of taking its likeliest tokens. min_confidence: stop before a token
-    whose likeliest candidate has less probability than this. dtype: auto is the target's. width: paths
-    followed at once, 1 is a chain. nodes: most tokens of a tree, 0 is width times depth. quantise: none,
-    or int8 weights for half the memory traffic of bfloat16.
+    sampled: draw the draft instead of taking its likeliest tokens. min_confidence: leave out tokens of less
+    probability than this; draw none where even the likeliest has less. dtype: auto is the target's. width:
+    paths followed at once, 1 is a chain. nodes: most tokens of a tree, 0 is width times depth. quantise:
+    none, or int8 weights for half the memory traffic of bfloat16.
     """
 
     model: str
@@ -46,7 +56,7 @@ class DraftModelConfig:
     dtype: str = "auto"
     width: int = 1
     nodes: int = 0
-    quantise: Literal["none", "int8"] = "none"
+    quantise: Quantise = "none"
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 0:
@@ -86,11 +96,22 @@ class ModelDrafter(Drafter):
             self._vocab = min(target.vocab_size, runner.vocab_size)
         if config.quantise == "int8":
             # After the runner's probe, which compares logits more finely than int8 computes them.
-            quantise_linears(runner.model)
-            if can_pack(runner.model):
-                pack_linears(runner.model)  # the small ones
+            prepare_linears(runner.model, config.quantise)
         self._runner = runner
         self._cache = OwnCache(runner)
+
+    @classmethod
+    def predict_memory(cls, config: DraftModelConfig, target: TargetShape) -> MemoryEstimate:
+        if config.quantise == "int8":
+            require_int8(target.device)
+        dtype = config.dtype if config.dtype != "auto" else target.dtype
+        shape = Blueprint.of(
+            config.model, dtype=dtype, device=target.device, trust_remote_code=target.trust_remote_code
+        )
+        weights = shape.weight_bytes(quantised=config.quantise == "int8")
+        length = min(target.context, shape.runner.context)
+        tokens = tokens_held(length, config.num_speculative_tokens, config.width)
+        return MemoryEstimate(weights, shape.cache_bytes(tokens, target.rows), notes=shape.notes)
 
     @property
     def runner(self) -> Runner:
@@ -101,24 +122,10 @@ class ModelDrafter(Drafter):
         return self._runner.memory_bytes
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        beams = {r.seq_id: self._beam(r) for r in requests if self._room(r) > 0}
-        of = {r.seq_id: r for r in requests}
-
-        def draw(beam: Beam) -> Draw | None:
-            request = of[beam.slot]
-            if not self._config.sampled or request.params.temperature == 0:
-                return None
-            return lambda beam, logits: self._sample(request, beam, logits)
-
-        grow(
-            self._runner,
-            list(beams.values()),
-            self._vocab,
-            after_reading=self._cache.after_reading,
-            draw=draw,
-        )
+        rows = {r.seq_id: self._reading(r) for r in requests if self._room(r) > 0}
+        grow_with(self._runner, list(rows.values()), self._vocab, after_reading=self._cache.after_reading)
         return [
-            beams[r.seq_id].draft(r.root, self.name) if r.seq_id in beams else empty_draft(r)
+            rows[r.seq_id].growth.draft(r.root, self.name) if r.seq_id in rows else empty_draft(r)
             for r in requests
         ]
 
@@ -129,22 +136,25 @@ class ModelDrafter(Drafter):
         """
         return min(request.budget.depth, request.budget.nodes, self._runner.context - len(request.tokens))
 
-    def _beam(self, request: DraftRequest) -> Beam:
-        return Beam(
-            request.seq_id,
-            self._cache.catch_up(request.seq_id, request.tokens),
-            self._room(request),
-            request.budget.nodes,
-            self._config.width,
-            max(self._config.min_confidence, request.budget.stop_below),
+    def _reading(self, request: DraftRequest) -> Reading:
+        read = self._cache.catch_up(request.seq_id, request.tokens)
+        return Reading(request.seq_id, read, self._growth(request))
+
+    def _growth(self, request: DraftRequest) -> Growth:
+        config, budget, depth = self._config, request.budget, self._room(request)
+        least = max(config.min_confidence, budget.stop_below)
+        if config.sampled and request.params.temperature > 0:
+            return SampledChain(depth, least, partial(self._sample, request))
+        return DynamicGrowth(
+            config.width, depth, budget.nodes, least, scored=request.scored, greedy_path=True
         )
 
-    def _sample(self, request: DraftRequest, beam: Beam, logits: torch.Tensor) -> int:
-        """One token drawn from the draft's warped law; logits [V]."""
+    def _sample(self, request: DraftRequest, logits: torch.Tensor, drawn: int) -> tuple[int, torch.Tensor]:
+        """A token from the draft's warped law, and the law, float64 [V]; logits [vocab]."""
         law = warped_law(logits, request.params, self._vocab)
-        beam.laws.append(law.dense(self._target_vocab))  # [V] float64
-        position = len(request.tokens) + len(beam.tokens)
-        return law.draw(request.seed, position, Purpose.DRAFT, origin=request.origin)
+        position = len(request.tokens) + drawn
+        token = law.draw(request.seed, position, Purpose.DRAFT, origin=request.origin)
+        return token, law.dense(self._target_vocab)
 
     def close(self, seq_id: int) -> None:
         self._cache.close(seq_id)

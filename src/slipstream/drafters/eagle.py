@@ -17,16 +17,26 @@ from pathlib import Path
 
 import torch
 
-from slipstream.core.choices import read_choices
-from slipstream.core.draft import Budget
-from slipstream.drafters._growth import ROOT, DynamicGrowth, Growth, StaticGrowth
+from slipstream.core.choices import choices_of
+from slipstream.drafters._growth import ROOT, DynamicGrowth, Growth, Level, StaticGrowth, grow
 from slipstream.drafters._head_runner import HeadRunner
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, Observation, TargetInfo, empty_draft
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    Observation,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 from slipstream.errors import ParameterError
+from slipstream.heads.base import DraftVocab
 from slipstream.heads.eagle import EagleHead
-from slipstream.heads.io import AuxConvention, load_eagle
+from slipstream.heads.io import AuxConvention, load_eagle, loaded_bytes, open_eagle
+from slipstream.model.cache import columns
+from slipstream.model.int8 import Quantise, prepare_linears
 from slipstream.model.pack import PackRow
-from slipstream.model.packed import can_pack, pack_linears
 from slipstream.model.parts import ModelParts
 
 # More features than this are read when they come: a prompt's must neither be kept nor delay the first draft.
@@ -37,8 +47,9 @@ EAGER = 64
 class EagleDrafterConfig:
     """heads: folder of the trained head. num_speculative_tokens: longest path. nodes: drafted tokens in all.
 
-    top_k: nodes expanded a level; 1 is a chain. choices: a JSON file of rank paths instead. min_confidence:
-    leave out tokens the head gives less probability. aux_layers: how the checkpoint counts tapped layers.
+    top_k: nodes expanded a level; 1 is a chain. choices: rank paths instead, as in 0+1+0.0, or a JSON file
+    of them. min_confidence: leave out tokens the head gives less probability. aux_layers: how the checkpoint
+    counts tapped layers. quantise: none, or int8 weights for half the memory of bfloat16.
     """
 
     heads: str
@@ -48,6 +59,7 @@ class EagleDrafterConfig:
     choices: str = ""
     min_confidence: float = 0.0
     aux_layers: AuxConvention = "auto"
+    quantise: Quantise = "none"
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 0 or self.nodes < 0 or self.top_k < 1:
@@ -73,14 +85,12 @@ class _Row:
 
 @dataclass
 class _Growing:
-    """A tree that is being drafted. computed: its nodes in the cache, in order; outputs [n, H] of the
-    frontier."""
+    """A tree that is being drafted. outputs [n, H]: the head's at the nodes `at`."""
 
     request: DraftRequest
     growth: Growth
     outputs: torch.Tensor
-    computed: dict[int, int] = field(default_factory=lambda: {ROOT: -1})
-    parents: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=lambda: [ROOT])
 
 
 class EagleDrafter(Drafter):
@@ -96,15 +106,15 @@ class EagleDrafter(Drafter):
             folder = Path(config.heads).expanduser()
             head = load_eagle(folder, parts, parts.embedding.dtype, aux=config.aux_layers)
         head.target = parts
+        head.to(device)
         if given is None:
             head.share_embedding()
-            if can_pack(head):
-                pack_linears(head)
+            prepare_linears(head, config.quantise)
         self.needs = head.needs
-        self._runner = HeadRunner(head.to(device), device)
+        self._runner = HeadRunner(head, device)
         self._vocab = target.vocab_size
         self._config = config
-        self._choices = read_choices(Path(config.choices).expanduser()) if config.choices else None
+        self._choices = choices_of(config.choices) if config.choices else None
         length = config.num_speculative_tokens
         self.num_speculative_tokens = self._choices.depth if self._choices else length
         self.draft_nodes = (
@@ -112,14 +122,36 @@ class EagleDrafter(Drafter):
         )
         self._rows: dict[int, _Row] = {}
 
+    @classmethod
+    def predict_memory(cls, config: EagleDrafterConfig, target: TargetShape) -> MemoryEstimate:
+        dtype = target.model.dtype
+        head, tensors = open_eagle(
+            Path(config.heads).expanduser(), ModelParts.of(target.model.model), aux=config.aux_layers
+        )
+        vocab = DraftVocab(head.vocab_size, head.draft_vocab_size)
+        weights = loaded_bytes(tensors, vocab, dtype, config.quantise)
+        own = tensors.get("embed_tokens.weight")
+        if own is not None and target.model.has_embedding(own):
+            weights -= own.numel() * dtype.itemsize  # `share_embedding`
+        depth, computed = config.num_speculative_tokens, config.top_k * (config.num_speculative_tokens - 1)
+        if config.choices:
+            choices = choices_of(config.choices)
+            depth, computed = choices.depth, len(choices.inner) - 1
+        column = 2 * head.num_layers * head.num_key_value_heads * head.head_dim  # keys and values
+        cache = column * columns(target.context - 2 - depth + computed) if depth else 0
+        features = head.target_hidden_size * max(1, len(head.aux_layers))
+        waiting = (depth + 1) * features + head.hidden_size
+        rows = target.rows * dtype.itemsize
+        return MemoryEstimate(weights, rows * cache, rows * waiting)
+
     @property
     def runner(self) -> HeadRunner:
         return self._runner
 
     @property
     def memory_bytes(self) -> int:
-        waiting = sum(f.nbytes for row in self._rows.values() for f in row.features)
-        return self._runner.memory_bytes + waiting
+        held = [f for row in self._rows.values() for f in (*row.features, row.tip) if f is not None]
+        return self._runner.memory_bytes + sum(f.nbytes for f in held)
 
     # -- what the target computed ---------------------------------------------------------------
 
@@ -172,14 +204,9 @@ class EagleDrafter(Drafter):
         for request in ready:
             tip = self._rows[request.seq_id].tip
             assert tip is not None
-            growing.append(_Growing(request, self._growth(request.budget), tip))
+            growing.append(_Growing(request, self._growth(request), tip))
         lengths = {g.request.seq_id: self._runner.cache.length(g.request.seq_id) for g in growing}
-        live = [g for g in growing if g.growth.frontier]
-        while live:
-            self._score(live)
-            live = [g for g in live if g.growth.frontier]
-            if live:
-                self._compute(live)
+        grow(growing, self._expand)
         for seq_id, length in lengths.items():  # entries made from the head's own outputs
             self._runner.cache.rollback(seq_id, length)
         drafts = {g.request.seq_id: g.growth.draft(g.request.root, self.name) for g in growing}
@@ -192,38 +219,32 @@ class EagleDrafter(Drafter):
             return False
         return bool(row.tokens) or row.tip is not None
 
-    def _growth(self, budget: Budget) -> Growth:
+    def _growth(self, request: DraftRequest) -> Growth:
+        config, budget = self._config, request.budget
+        least = max(config.min_confidence, budget.stop_below)
         if self._choices is not None:
-            return StaticGrowth(self._choices.cut(budget.depth, budget.nodes))
-        least = max(self._config.min_confidence, budget.stop_below)
-        return DynamicGrowth(self._config.top_k, budget.depth, budget.nodes, least)
+            shape = self._choices.cut(budget.depth, budget.nodes)
+            return StaticGrowth(shape, least, scored=request.scored)
+        return DynamicGrowth(config.top_k, budget.depth, budget.nodes, least, scored=request.scored)
 
-    def _score(self, live: Sequence[_Growing]) -> None:
-        """Ask for the continuations of every frontier, all rows at once."""
+    def _expand(self, live: Sequence[_Growing], width: int, scored: bool) -> Level:
+        """The continuations of every frontier, all rows at once."""
+        if live[0].growth.frontier != [ROOT]:  # the tip is there already
+            self._compute(live)
         outputs = torch.cat([g.outputs for g in live])  # [frontier nodes of all rows, H]
-        tokens, logprobs = self._runner.best(outputs, self._vocab, max(g.growth.width for g in live))
-        at = 0
-        for g in live:
-            end = at + len(g.growth.frontier)
-            before = g.growth.frontier
-            g.growth.add(tokens[at:end], logprobs[at:end])
-            place = {node: i for i, node in enumerate(before)}
-            # every node continues from the output of its parent
-            g.outputs = g.outputs[[place[g.growth.parents[n]] for n in g.growth.frontier]]
-            at = end
+        return self._runner.best(outputs, self._vocab, width, scored)
 
     def _compute(self, live: Sequence[_Growing]) -> None:
         """One level of every tree in one forward, behind the levels that are in the cache already."""
-        packs = []
+        packs, hidden = [], []
         for g in live:
-            for node in g.growth.frontier:
-                g.computed[node] = len(g.parents)
-                g.parents.append(g.computed[g.growth.parents[node]])
-            tokens = [g.growth.tokens[n] for n in g.growth.frontier]
-            packs.append(PackRow(g.request.seq_id, tokens, tuple(g.parents)))
-        for g, out in zip(live, self._runner.forward(packs, [g.outputs for g in live]), strict=True):
+            place = {node: i for i, node in enumerate(g.at)}
+            # every node continues from the output of its parent
+            hidden.append(g.outputs[[place[g.growth.parents[n]] for n in g.growth.frontier]])
+            packs.append(PackRow(g.request.seq_id, *g.growth.place()))
+        for g, out in zip(live, self._runner.forward(packs, hidden), strict=True):
             self._runner.cache.commit(g.request.seq_id, range(len(out)))
-            g.outputs = out
+            g.outputs, g.at = out, g.growth.frontier
 
     def close(self, seq_id: int) -> None:
         self._rows.pop(seq_id, None)

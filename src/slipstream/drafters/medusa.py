@@ -4,37 +4,59 @@ The state at hand is that of the token *before* the root: the last one the targe
 head gave the root, so Medusa's head 0 guesses the token after the root. All heads are computed in one
 step, whatever the tree; the tree is point masses, so any shape keeps the output.
 
-The tree is the best one for the measured accuracies of the heads (`accuracies.json` beside them, else
-a prior), a full one (`topk=4x3x2`), or one from a file (`choices=tree.json`).
+The tree is the best one of `nodes` nodes for the measured accuracies of the heads (`accuracies.json` beside
+them, which `slipstream tune medusa` writes, else a prior), a full one (`topk=4x3x2`), or a given one
+(`choices=tree.json`).
+
+The accuracies, averages over many texts, say which shape to draft. How much this draft is worth at this
+place is told by the heads' own probabilities: its scores are their products along the path (the heads do
+not see each other's guesses), and less likely tokens than the budget's `stop_below` are left out. Scores
+from the table would be the same for every draft, and no threshold could tell a good one from a bad one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from slipstream.core.choices import Choices, best_tree, full_tree, read_accuracies, read_choices
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, Needs, Observation, TargetInfo, empty_draft
+from slipstream.core.choices import Choices, best_tree, choices_of, full_tree, read_accuracies
+from slipstream.drafters._growth import Level, StaticGrowth, grow, likeliest
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    Needs,
+    Observation,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 from slipstream.errors import ParameterError
-from slipstream.heads.io import load_medusa
+from slipstream.heads.base import DraftVocab
+from slipstream.heads.io import load_medusa, loaded_bytes, open_medusa
 from slipstream.heads.medusa import LMHead, MedusaHeads
+from slipstream.model.int8 import Quantise, prepare_linears
 from slipstream.model.pack import pad_rows
-from slipstream.model.packed import can_pack, pack_linears, weight_bytes
+from slipstream.model.packed import weight_bytes
 from slipstream.model.parts import ModelParts
 
 ACCURACIES = "accuracies.json"
-_RANKS = 10
+RANKS = 10  # of each head, that a tree is made from
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaDrafterConfig:
     """heads: folder of the trained heads. nodes: drafted tokens of the tree; with the root 64 rows.
 
-    topk: a full tree, children a level ("4x3x2"). choices: a JSON file of rank paths. accuracies: a
-    JSON file of measured accuracies, instead of the one beside the heads.
+    topk: a full tree, children a level ("4x3x2"). choices: rank paths, as in 0+1+0.0, or a JSON file of them.
+    accuracies: a JSON file of measured accuracies, instead of the one beside the heads. min_confidence:
+    leave out tokens their head gives less probability. quantise: none, or int8 weights for half the memory of
+    bfloat16.
     """
 
     heads: str
@@ -42,12 +64,16 @@ class MedusaDrafterConfig:
     topk: str = ""
     choices: str = ""
     accuracies: str = ""
+    min_confidence: float = 0.0
+    quantise: Quantise = "none"
 
     def __post_init__(self) -> None:
         if self.nodes < 0:
             raise ParameterError(f"medusa needs nodes of 0 or more, not {self.nodes}")
         if sum(map(bool, (self.topk, self.choices, self.accuracies))) > 1:
             raise ParameterError("medusa takes one of topk, choices and accuracies, not several")
+        if not 0 <= self.min_confidence <= 1:
+            raise ParameterError(f"medusa:min_confidence must be in [0, 1], not {self.min_confidence}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +82,14 @@ class _State:
 
     hidden: torch.Tensor
     length: int
+
+
+@dataclass(frozen=True)
+class _Growing:
+    """A tree that is being drafted. ranked: of each head, the likeliest ids and their log-probabilities."""
+
+    growth: StaticGrowth
+    ranked: Iterator[tuple[list[int], list[float]]]
 
 
 class MedusaDrafter(Drafter):
@@ -72,25 +106,50 @@ class MedusaDrafter(Drafter):
         loaded = heads or load_medusa(Path(config.heads).expanduser(), parts, parts.embedding.dtype)
         self._heads = loaded.to(device)
         self._lm_head: LMHead | None = None
+        # What belongs to the drafter alone: the heads, and their copy of some rows of the LM head.
+        self._own = nn.ModuleList([self._heads])
         if loaded.config.output == "target":
-            reduced = loaded.vocab.reduced
-            self._lm_head = parts.lm_head_rows(loaded.vocab.target_ids()) if reduced else parts.lm_head
-        if heads is None and can_pack(loaded):
-            pack_linears(loaded)
+            self._lm_head = parts.lm_head
+            if loaded.vocab.reduced:
+                self._lm_head = nn.Sequential(parts.lm_head_rows(loaded.vocab.target_ids()))
+                self._own.append(self._lm_head)
+        if heads is None:
+            prepare_linears(self._own, config.quantise)
         # A head may be padded beyond the tokens there are.
         self._width = loaded.vocab.size if loaded.vocab.reduced else target.vocab_size
         self._choices = _choices(config, loaded.config.num_heads)
         self.num_speculative_tokens = self._choices.depth
         self.draft_nodes = len(self._choices)
+        self._config = config
         self._states: dict[int, _State] = {}
+
+    @classmethod
+    def predict_memory(cls, config: MedusaDrafterConfig, target: TargetShape) -> MemoryEstimate:
+        dtype = target.model.dtype
+        heads, tensors = open_medusa(Path(config.heads).expanduser(), ModelParts.of(target.model.model))
+        vocab = DraftVocab(heads.vocab_size, heads.draft_vocab_size)
+        weights = loaded_bytes(tensors, vocab, dtype, config.quantise)
+        if heads.output == "target" and vocab.reduced:
+            rows = torch.empty(vocab.size, heads.hidden_size, dtype=dtype, device="meta")
+            weights += loaded_bytes({"rows": rows}, DraftVocab(heads.vocab_size), dtype, config.quantise)
+        return MemoryEstimate(weights, tables=target.rows * heads.hidden_size * dtype.itemsize)
 
     @property
     def choices(self) -> Choices:
         return self._choices
 
     @property
+    def num_heads(self) -> int:
+        return self._heads.config.num_heads
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that can be drafted."""
+        return self._width
+
+    @property
     def memory_bytes(self) -> int:
-        return weight_bytes(self._heads) + sum(s.hidden.nbytes for s in self._states.values())
+        return weight_bytes(self._own) + sum(s.hidden.nbytes for s in self._states.values())
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
@@ -103,33 +162,56 @@ class MedusaDrafter(Drafter):
             for r in requests
             if (s := self._states.get(r.seq_id)) is not None and s.length == len(r.tokens) - 1
         ]
-        shapes = {r.seq_id: self._choices.cut(r.budget.depth, r.budget.nodes) for r, _ in ready}
-        depth = max((s.depth for s in shapes.values()), default=0)
-        ranked: dict[int, list[list[int]]] = {}
+        growths = [self._growth(r) for r, _ in ready]
+        depth = max((g.depth for g in growths), default=0)
+        growing: list[_Growing] = []
         if depth:
-            best = self._ranked(torch.stack([h for _, h in ready]), depth)
-            ranked = {r.seq_id: row for (r, _), row in zip(ready, best, strict=True)}
-        return [
-            Draft(shapes[r.seq_id].tree(r.root, ranked[r.seq_id]), source=self.name)
-            if r.seq_id in ranked
-            else empty_draft(r)
-            for r in requests
-        ]
+            width = max(self._choices.widths[:depth])
+            hidden = torch.stack([h for _, h in ready])  # [rows, H]
+            ids, logprobs = self.ranked(hidden, depth, width, any(g.scored for g in growths))
+            for i, growth in enumerate(growths):
+                likely = [[]] * depth if logprobs is None else logprobs[i].tolist()
+                growing.append(_Growing(growth, zip(ids[i].tolist(), likely, strict=True)))
+        grow(growing, _expand)
+        drafts = {
+            r.seq_id: g.growth.draft(r.root, self.name) for (r, _), g in zip(ready, growing, strict=False)
+        }
+        return [drafts.get(r.seq_id) or empty_draft(r) for r in requests]
+
+    def _growth(self, request: DraftRequest) -> StaticGrowth:
+        budget = request.budget
+        least = max(self._config.min_confidence, budget.stop_below)
+        return StaticGrowth(self._choices.cut(budget.depth, budget.nodes), least, scored=request.scored)
 
     @torch.inference_mode()
-    def _ranked(self, hidden: torch.Tensor, depth: int) -> list[list[list[int]]]:
-        """For every row of hidden [rows, H] and depth, the likeliest target ids, best first."""
+    def ranked(
+        self, hidden: torch.Tensor, depth: int, width: int, scored: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """For last hidden states [rows, H], the likeliest target ids of the first `depth` heads, best first.
+
+        int64 [rows, depth, width], and if `scored` their log-probabilities, of the same shape.
+        """
         logits = self._heads(pad_rows(hidden), self._lm_head, depth)  # [depth, padded rows, V]
-        logits = logits[:, : len(hidden), : self._width]  # [depth, rows, V]
-        most = min(max(self._choices.widths[:depth]), logits.shape[-1])
-        ids = self._heads.vocab.to_target(logits.float().topk(most).indices)  # [depth, rows, most]
-        return ids.transpose(0, 1).tolist()  # type: ignore[no-any-return]
+        logits = logits[:, : len(hidden), : self._width].transpose(0, 1)  # [rows, depth, V]
+        ids, logprobs = likeliest(logits, width, scored)  # [rows, depth, width]
+        return self._heads.vocab.to_target(ids), logprobs
 
     def close(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)
 
     def shutdown(self) -> None:
         self._states.clear()
+
+
+def _expand(live: Sequence[_Growing], _width: int, _scored: bool) -> Level:
+    """A head guesses the same whatever is drafted before its token."""
+    tokens: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for g in live:
+        ids, likely = next(g.ranked)
+        tokens += [ids] * len(g.growth.frontier)
+        logprobs += [likely] * len(g.growth.frontier)
+    return Level(tokens, logprobs)
 
 
 def _choices(config: MedusaDrafterConfig, num_heads: int) -> Choices:
@@ -140,7 +222,7 @@ def _choices(config: MedusaDrafterConfig, num_heads: int) -> Choices:
             raise ParameterError(f"medusa:topk must look like 4x3x2, not {config.topk!r}") from None
         chosen = full_tree(widths)
     elif config.choices:
-        chosen = read_choices(Path(config.choices).expanduser())
+        chosen = choices_of(config.choices)
     else:
         beside = Path(config.heads).expanduser() / ACCURACIES
         if config.accuracies:
@@ -160,4 +242,4 @@ def prior_accuracies(num_heads: int) -> list[list[float]]:
 
     Only the shape of the tree depends on it; a measured `accuracies.json` replaces it.
     """
-    return [[0.6 * 0.8**head / 3.0**rank for rank in range(_RANKS)] for head in range(num_heads)]
+    return [[0.6 * 0.8**head / 3.0**rank for rank in range(RANKS)] for head in range(num_heads)]

@@ -9,11 +9,22 @@ otherwise are branches of a tree.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, TargetInfo, TokenTree, empty_draft
+from slipstream.core.estimate import INT_BYTES
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    TargetInfo,
+    TargetShape,
+    TokenTree,
+    empty_draft,
+)
 from slipstream.errors import ParameterError
 
 
@@ -42,6 +53,9 @@ class NgramConfig:
             raise ParameterError(f"ngram:branches must be at least 1, not {self.branches}")
 
 
+# Share of n-grams that are new, for n of 1, 2, 3 and more: the mean of nine texts of English and code of
+# 2,000 Qwen2.5 tokens each; for n = 3 they range from 0.53 to 0.96.
+DISTINCT = (0.31, 0.66, 0.78, 0.85)
 SCANNED = 8  # occurrences looked at for each branch, so that a long loop does not cost its length every step
 
 
@@ -72,6 +86,24 @@ class _Index:
                 yield found
                 found = self._before.get((n, found))
 
+    @property
+    def memory_bytes(self) -> int:
+        keys = len(self._next_of) * _key_bytes(self._config) + len(self._before) * sys.getsizeof((0, 0))
+        return sys.getsizeof(self._next_of) + sys.getsizeof(self._before) + keys + self._known * INT_BYTES
+
+    @staticmethod
+    def expected_bytes(config: NgramConfig, tokens: int) -> int:
+        """`memory_bytes` after so many tokens of ordinary text; at most half as much again."""
+        shares = (DISTINCT[min(n, len(DISTINCT)) - 1] for n in range(config.min_n, config.max_n + 1))
+        keys = int(tokens * sum(shares))
+        table = sys.getsizeof(dict.fromkeys(range(keys)))  # as large as Python makes one of so many keys
+        return table + sys.getsizeof({}) + keys * _key_bytes(config) + tokens * INT_BYTES
+
+
+def _key_bytes(config: NgramConfig) -> int:
+    """A key of middle length; its tokens are the row's own."""
+    return sys.getsizeof((0,) * ((config.min_n + config.max_n) // 2))
+
 
 class NgramDrafter(Drafter):
     name = "ngram"
@@ -81,6 +113,15 @@ class NgramDrafter(Drafter):
         self._config = config
         self.num_speculative_tokens = config.num_speculative_tokens
         self._indexes: dict[int, _Index] = {}
+
+    @classmethod
+    def predict_memory(cls, config: NgramConfig, target: TargetShape) -> MemoryEstimate:
+        """For ordinary text, see `_Index.expected_bytes`."""
+        return MemoryEstimate(tables=target.rows * _Index.expected_bytes(config, target.context))
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(index.memory_bytes for index in self._indexes.values())
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [self._one(r) for r in requests]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, TargetInfo, empty_draft
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +28,10 @@ class NoDrafter(Drafter):
 
     def __init__(self, config: NoConfig, target: TargetInfo) -> None:
         pass
+
+    @classmethod
+    def predict_memory(cls, config: NoConfig, target: TargetShape) -> MemoryEstimate:
+        return MemoryEstimate()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [empty_draft(r) for r in requests]

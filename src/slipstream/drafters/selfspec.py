@@ -12,9 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.drafters._beam import Beam, grow
+from slipstream.drafters._growth import DynamicGrowth
+from slipstream.drafters._model_growth import Reading, grow_with
 from slipstream.drafters._tuned import load_tuned
-from slipstream.drafters.base import Draft, Drafter, DraftRequest, TargetInfo, empty_draft
+from slipstream.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    MemoryEstimate,
+    TargetInfo,
+    TargetShape,
+    empty_draft,
+)
 from slipstream.errors import DrafterError, ParameterError
 from slipstream.model.skip import SkipSet, Thinnable
 
@@ -89,17 +98,22 @@ class SelfSpecDrafter(Drafter):
         self._width = config.width
         self._vocab = min(target.vocab_size, self._runner.vocab_size)
 
+    @classmethod
+    def predict_memory(cls, config: SelfSpecConfig, target: TargetShape) -> MemoryEstimate:
+        """Nothing: it has the target's weights and cache."""
+        return MemoryEstimate()
+
     @property
     def cost(self) -> float:
         """Share of the target's weights that one drafting pass reads."""
         return self._model.cost(self.skip)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        beams = {r.seq_id: self._beam(r) for r in requests if self._has_slot(r)}
+        rows = {r.seq_id: self._reading(r) for r in requests if self._has_slot(r)}
         with self._model.without(self.skip):
-            grow(self._runner, list(beams.values()), self._vocab)
+            grow_with(self._runner, list(rows.values()), self._vocab)
         return [
-            beams[r.seq_id].draft(r.root, self.name) if r.seq_id in beams else empty_draft(r)
+            rows[r.seq_id].growth.draft(r.root, self.name) if r.seq_id in rows else empty_draft(r)
             for r in requests
         ]
 
@@ -108,12 +122,14 @@ class SelfSpecDrafter(Drafter):
         cache, slot = self._runner.cache, request.seq_id
         return slot in cache and cache.length(slot) == len(request.tokens) - 1
 
-    def _beam(self, request: DraftRequest) -> Beam:
-        return Beam(
-            request.seq_id,
-            [request.root],
-            min(request.budget.depth, self._runner.context - len(request.tokens)),
-            request.budget.nodes,
+    def _reading(self, request: DraftRequest) -> Reading:
+        budget = request.budget
+        growth = DynamicGrowth(
             self._width,
-            max(self.min_confidence, request.budget.stop_below),
+            min(budget.depth, self._runner.context - len(request.tokens)),
+            budget.nodes,
+            max(self.min_confidence, budget.stop_below),
+            scored=request.scored,
+            greedy_path=True,
         )
+        return Reading(request.seq_id, [request.root], growth)

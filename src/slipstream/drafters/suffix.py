@@ -14,13 +14,15 @@ from dataclasses import dataclass
 
 from slipstream.drafters._suffix_guess import Guess, Limits, best_guess
 from slipstream.drafters._suffix_store import SuffixStore, vocabulary_digest
-from slipstream.drafters._suffix_tree import GrowingTree
+from slipstream.drafters._suffix_tree import GrowingTree, expected_bytes
 from slipstream.drafters.base import (
     Draft,
     Drafter,
     DraftRequest,
+    MemoryEstimate,
     Observation,
     TargetInfo,
+    TargetShape,
     TokenTree,
     empty_draft,
 )
@@ -99,6 +101,15 @@ class SuffixDrafter(Drafter):
         self.store = store
         self._rows: dict[int, _Row] = {}
 
+    @classmethod
+    def predict_memory(cls, config: SuffixConfig, target: TargetShape) -> MemoryEstimate:
+        """With a full store; what a text takes depends on it, see `_suffix_tree.expected_bytes`."""
+        kept = config.max_tokens if config.remember and config.max_requests else 0
+        rows = target.rows * expected_bytes(target.context)
+        note = f"suffix trees: {expected_bytes(1)} bytes a token, up to an eighth more or less by the text"
+        full = f", the store with all its {kept} tokens" if kept else ""
+        return MemoryEstimate(tables=rows + expected_bytes(kept), notes=(note + full,))
+
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:
         self._rows[seq_id] = row = self._new_row(len(prompt))
         row.catch_up(prompt)
@@ -128,10 +139,12 @@ class SuffixDrafter(Drafter):
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
             if seen.seq_id in self._rows:
-                self._rows[seen.seq_id].catch_up(seen.tokens, seen.start)
+                # With the next token, so that the last one of an answer is remembered too.
+                told = seen.tokens if seen.next_token is None else (*seen.tokens, seen.next_token)
+                self._rows[seen.seq_id].catch_up(told, seen.start)
 
     def close(self, seq_id: int) -> None:
-        """Frees the row. Its output, but for the last token, which nobody was told, goes to the store."""
+        """Frees the row. Its output goes to the store."""
         row = self._rows.pop(seq_id, None)
         if row is not None and self.store is not None and self._config.remember:
             self.store.add(row.tree.text[row.prompt_length :])

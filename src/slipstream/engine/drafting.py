@@ -16,11 +16,13 @@ def cut_budget(budget: Budget, room: int) -> Budget:
     return Budget(depth, budget.nodes if depth else 0, budget.stop_below)
 
 
-def forced_draft(request: DraftRequest, grammar: Grammar, room: int) -> Draft | None:
+def forced_draft(request: DraftRequest, grammar: Grammar | None, room: int) -> Draft | None:
     """The tokens that the grammar leaves no choice about, whatever the budget: one pass instead of one each.
 
     Decided before anything else is drawn, so it replaces a sampled draft without a change of its law.
     """
+    if grammar is None:
+        return None
     output = request.tokens[request.prompt_length :]
     tokens = grammar.forced(output, min(room, MOST_FORCED))
     return Draft(TokenTree.chain(request.root, tokens), source="grammar") if tokens else None

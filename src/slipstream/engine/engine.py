@@ -106,6 +106,7 @@ class Engine:
         built = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
         self.runner.tap(drafter.needs)
         self.drafter, self.controller = drafter, built
+        self.drafter_peak_bytes = 0  # the most it has held when a sequence ended: until then rows only grow
 
     def add(
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
@@ -226,7 +227,8 @@ class Engine:
             if sequence.group is not None and sequence.id not in self._scheduler.reading:
                 self._read_groups[sequence.group] = sequence.id
             features = {k: v[span.start : span.end] for k, v in output.features.items()}
-            observations.append(Observation(sequence.id, start, sequence.prompt[start:end], features))
+            tokens, after = sequence.prompt[start:end], sequence.prompt[end]
+            observations.append(Observation(sequence.id, start, tokens, features, next_token=after))
         self._observe(observations)
 
     @property
@@ -258,12 +260,12 @@ class Engine:
             DraftRequest(s.id, s.tokens, len(s.prompt), b, s.params, s.seed)
             for s, b in zip(rows, budgets, strict=True)
         ]
-        forced = {}
+        draft_of = {}
         for sequence, request in zip(rows, requests, strict=True):
-            grammar = self._pipelines[sequence.id].grammar
-            if grammar is not None:
-                forced[sequence.id] = forced_draft(request, grammar, self._room(sequence))
-        asked = [r for r in requests if r.budget.depth > 0 and not forced.get(r.seq_id)]
+            draft = forced_draft(request, self._pipelines[sequence.id].grammar, self._room(sequence))
+            if draft is not None:
+                draft_of[sequence.id] = draft
+        asked = [r for r in requests if r.budget.depth > 0 and r.seq_id not in draft_of]
         clock = time.perf_counter()
         drafts = self.drafter.propose(asked) if asked else []
         self.seconds.drafter += time.perf_counter() - clock
@@ -271,11 +273,9 @@ class Engine:
             raise DrafterError(
                 f"drafter {self.drafter.name!r} gave {len(drafts)} drafts for {len(asked)} requests"
             )
-        name = self.drafter.name
-        draft_of = {
-            r.seq_id: fit_draft(r, d, self.vocab_size, name, self._pipelines[r.seq_id].grammar)
-            for r, d in zip(asked, drafts, strict=True)
-        } | {seq_id: draft for seq_id, draft in forced.items() if draft is not None}
+        for r, d in zip(asked, drafts, strict=True):
+            grammar = self._pipelines[r.seq_id].grammar
+            draft_of[r.seq_id] = fit_draft(r, d, self.vocab_size, self.drafter.name, grammar)
         return [_Work(s, draft_of.get(s.id) or Draft(TokenTree.root(s.tokens[-1]))) for s in rows]
 
     def _verify(self, work: list[_Work]) -> tuple[Output, list[Verdict], list[list[TokenLogprob]]]:
@@ -324,9 +324,9 @@ class Engine:
             # The last emitted token is the new root, so it stays out of the cache.
             kept = (0, *verdict.path)[:emitted]
             self.runner.cache.commit(sequence.id, kept)
-            sampled, source = w.draft.q is not None, w.draft.source
+            sampled, sources = w.draft.q is not None, w.draft.counts_by_source(verdict.path[:emitted])
             for counts in (sequence.counts, self.counts):
-                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, sampled, source)
+                counts.record(tree.depth, tree.num_drafted, len(path_tokens), emitted, sampled, sources)
             accepted = min(len(path_tokens), emitted)
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
@@ -343,6 +343,7 @@ class Engine:
                     output.logits[span.start : span.end]
                     if self.drafter.needs.node_logits and output.logits is not None
                     else None,
+                    sequence.tokens[-1],
                 )
             )
             events.append(event)
@@ -363,6 +364,7 @@ class Engine:
         self._scheduler.retire(sequence)
         self._pipelines.pop(sequence.id, None)
         self.runner.cache.close(sequence.id)
+        self.drafter_peak_bytes = max(self.drafter_peak_bytes, self.drafter.memory_bytes)
         self.drafter.close(sequence.id)
         self.controller.forget(sequence.id)
         if sequence.group is not None and self._read_groups.get(sequence.group) == sequence.id:

@@ -18,6 +18,7 @@ from slipstream.heads import files
 from slipstream.heads.base import DraftVocab
 from slipstream.heads.eagle import EagleConfig, EagleHead
 from slipstream.heads.medusa import MedusaConfig, MedusaHeads
+from slipstream.model.int8 import SMALLEST, Quantise, int8_bytes
 from slipstream.model.parts import ModelParts
 from slipstream.model.rope import rope_parameters
 
@@ -67,17 +68,39 @@ def load_medusa(
     The published configs name a wrong number of heads, so heads are counted by their tensors; a
     config that promises more than there are is refused. Raises DrafterError.
     """
-    raw = files.read_config(folder)
     files.check_provenance(folder, target)
+    config, tensors = open_medusa(folder, target)
+    heads = MedusaHeads(config, dtype or float_dtype(tensors))
+    take_vocab(tensors, heads.vocab, folder)
+    files.fill(heads.heads.state_dict(), tensors, folder)
+    return heads.eval().requires_grad_(False)
+
+
+def open_medusa(
+    folder: Path, target: ModelParts | None = None
+) -> tuple[MedusaConfig, dict[str, torch.Tensor]]:
+    """The config and the tensors as they are stored; safetensors are mapped, not read."""
+    raw = files.read_config(folder)
     tensors = {k.removeprefix(_PREFIX): v for k, v in files.read_tensors(folder, _MEDUSA_FILES).items()}
     config = _medusa_config(raw, tensors, folder)
     if target is not None:
         files.require(config.hidden_size, target.hidden_size, "hidden size", folder)
         files.require(config.vocab_size, target.vocab_size, "vocabulary size", folder)
-    heads = MedusaHeads(config, dtype or float_dtype(tensors))
-    take_vocab(tensors, heads.vocab, folder)
-    files.fill(heads.heads.state_dict(), tensors, folder)
-    return heads.eval().requires_grad_(False)
+    return config, tensors
+
+
+def loaded_bytes(
+    tensors: Mapping[str, torch.Tensor], vocab: DraftVocab, dtype: torch.dtype, quantise: Quantise = "none"
+) -> int:
+    """What heads take that are loaded in `dtype`: every tensor of theirs, and the draft vocabulary."""
+    weights = sum(
+        int8_bytes(t)
+        if quantise == "int8" and name != "embed_tokens.weight" and t.dim() == 2 and t.numel() >= SMALLEST
+        else t.numel() * dtype.itemsize
+        for name, t in tensors.items()
+        if name not in ("d2t", "t2d")
+    )
+    return weights + sum(b.nbytes for b in vocab.buffers())
 
 
 def _medusa_config(raw: dict[str, Any], tensors: Mapping[str, torch.Tensor], folder: Path) -> MedusaConfig:
@@ -158,8 +181,20 @@ def load_eagle(
     default where there is no list, reads a list as vLLM does, and refuses the list that is the
     default of the other convention. Raises DrafterError.
     """
-    raw = _flat(files.read_config(folder), folder)
     files.check_provenance(folder, target)
+    config, tensors = open_eagle(folder, target, aux=aux)
+    head = EagleHead(config, dtype or float_dtype(tensors))
+    take_vocab(tensors, head.vocab, folder)
+    files.fill(head.body.state_dict(), tensors, folder)
+    head.target = target
+    return head.eval().requires_grad_(False)
+
+
+def open_eagle(
+    folder: Path, target: ModelParts, *, aux: AuxConvention = "auto"
+) -> tuple[EagleConfig, dict[str, torch.Tensor]]:
+    """The config and the tensors as they are stored, by our names; safetensors are mapped, not read."""
+    raw = _flat(files.read_config(folder), folder)
     tensors = {
         re.sub(r"^midlayer\.", "layers.0.", name): tensor
         for name, tensor in files.read_tensors(folder, _EAGLE_FILES).items()
@@ -168,11 +203,7 @@ def load_eagle(
     config = _eagle_config(raw, tensors, target, aux, folder)
     files.require(config.target_hidden_size, target.hidden_size, "hidden size", folder)
     files.require(config.vocab_size, target.vocab_size, "vocabulary size", folder)
-    head = EagleHead(config, dtype or float_dtype(tensors))
-    take_vocab(tensors, head.vocab, folder)
-    files.fill(head.body.state_dict(), tensors, folder)
-    head.target = target
-    return head.eval().requires_grad_(False)
+    return config, tensors
 
 
 def _flat(raw: dict[str, Any], folder: Path) -> dict[str, Any]:

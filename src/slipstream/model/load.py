@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from slipstream.errors import CapacityError, ModelError, ParameterError, SlipstreamError
 from slipstream.model import memory
 from slipstream.model.catalogue import CATALOGUE, CatalogueModel, close_names, find
-from slipstream.model.checkpoint import Checkpoint, inspect
+from slipstream.model.checkpoint import inspect
 from slipstream.model.convert import convert_gguf, converted, converted_folder
 from slipstream.model.download import fetch_gguf
 from slipstream.model.generation import GenerationDefaults, generation_defaults
@@ -143,13 +143,13 @@ def load(
     safetensors are read, and code from the checkpoint runs only with trust_remote_code. Files and memory are
     checked before anything is loaded. Raises ParameterError, ModelError, CapacityError.
     """
-    wanted = _dtype(dtype)
     where = _device(device)
+    choose_dtype(dtype, "float32", where)  # a mistyped one is told before anything is fetched
     progress = progress or Silent()
     path = resolve(spec, progress=progress, trust_remote_code=trust_remote_code)
     checkpoint = inspect(path)
-    _require_known_code(spec, checkpoint, trust_remote_code)
-    chosen = wanted or _auto_dtype(checkpoint, where)
+    require_known_code(spec, checkpoint.config, trust_remote_code)
+    chosen = choose_dtype(dtype, checkpoint.dtype, where)
     require_memory(spec, checkpoint.bytes_as(chosen.itemsize), chosen, where)
     progress.stage(f"loading {spec}", 0)
     model, tokenizer = _from_pretrained(spec, path, chosen, where, trust_remote_code)
@@ -224,15 +224,16 @@ def _from_pretrained(
     return model, tokenizer
 
 
-def _require_known_code(spec: str, checkpoint: Checkpoint, trust_remote_code: bool) -> None:
-    kind = checkpoint.config["model_type"]
-    if checkpoint.config.get("is_encoder_decoder"):
+def require_known_code(spec: str, config: dict[str, Any], trust_remote_code: bool) -> None:
+    """ModelError for a config.json that names a model which transformers cannot run, or not unasked."""
+    kind = config["model_type"]
+    if config.get("is_encoder_decoder"):
         raise ModelError(
             f"{spec} is an encoder-decoder model ({kind}): choose a decoder-only causal language model"
         )
     if kind in CONFIG_MAPPING or trust_remote_code:
         return
-    if "auto_map" in checkpoint.config:
+    if "auto_map" in config:
         raise ModelError(
             f"{spec} ({kind}) brings its own Python code, which Slipstream does not run unasked: read that "
             "code, then "
@@ -245,19 +246,16 @@ def _require_known_code(spec: str, checkpoint: Checkpoint, trust_remote_code: bo
     )
 
 
-def _dtype(name: str) -> torch.dtype | None:
-    if name == "auto":
-        return None
-    if name not in DTYPES:
-        raise ParameterError(f"dtype must be auto, bfloat16, float16 or float32, not '{name}'")
-    return DTYPES[name]
-
-
-def _auto_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    named = checkpoint.dtype
-    if named == "float16" and device.type == "cpu":
-        return torch.bfloat16  # CPUs compute float16 slowly or not at all
-    return DTYPES.get(named, torch.float32)
+def choose_dtype(wanted: str, stored: str, device: str | torch.device) -> torch.dtype:
+    """What a model is loaded as. wanted: auto is `stored`, what the checkpoint asks for, and bfloat16 for
+    float16 on a CPU, which computes that slowly or not at all. Raises ParameterError."""
+    if wanted != "auto":
+        if wanted not in DTYPES:
+            raise ParameterError(f"dtype must be auto, bfloat16, float16 or float32, not '{wanted}'")
+        return DTYPES[wanted]
+    if stored == "float16" and _device(device).type == "cpu":
+        return torch.bfloat16
+    return DTYPES.get(stored, torch.float32)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -290,4 +288,12 @@ def _names() -> str:
     return ", ".join(entry.name for entry in CATALOGUE)
 
 
-__all__ = ["LoadedModel", "load", "local_folder", "require_memory", "resolve"]
+__all__ = [
+    "LoadedModel",
+    "choose_dtype",
+    "load",
+    "local_folder",
+    "require_known_code",
+    "require_memory",
+    "resolve",
+]

@@ -53,9 +53,10 @@ class PackedLinear(KernelLinear):
 
 def can_pack(model: nn.Module) -> bool:
     """Whether this machine and the model's dtype have packed kernels."""
-    parameter = next(model.parameters())
+    parameter = next(model.parameters(), None)
     return (
-        parameter.device.type == "cpu"
+        parameter is not None
+        and parameter.device.type == "cpu"
         and parameter.dtype in PACKABLE
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and (parameter.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())

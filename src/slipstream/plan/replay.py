@@ -48,7 +48,7 @@ def replay(
             f"drafter {drafter.name!r} cannot be replayed: it needs states or logits of the target;"
             " measure it with the target"
         )
-    control = build_controller(controller, drafter.num_speculative_tokens)
+    control = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
     params = params or SamplingParams()
     return [_one(drafter, control, record, seq_id, params) for seq_id, record in enumerate(records)]
 
@@ -61,7 +61,7 @@ def _one(
     limit = len(record.prompt) + (len(record.output) if record.room is None else record.room)
     drafter.open(seq_id, record.prompt)
     if len(record.prompt) > 1:
-        drafter.observe([Observation(seq_id, 0, record.prompt[:-1])])
+        drafter.observe([Observation(seq_id, 0, record.prompt[:-1], next_token=record.prompt[-1])])
     try:
         while len(tokens) < end:
             start = len(tokens)
@@ -84,9 +84,12 @@ def _one(
             tokens.extend(answer[start : start + len(path) + 1])
             emitted = len(tokens) - start
             kept = (0, *path)[:emitted]
-            counts.record(tree.depth, tree.num_drafted, len(path), emitted, source=draft.source)
+            sources = draft.counts_by_source(path[:emitted])
+            counts.record(tree.depth, tree.num_drafted, len(path), emitted, sources=sources)
             seen = tuple(tree.tokens[n] for n in kept)
-            drafter.observe([Observation(seq_id, start - 1, seen, draft=draft, accepted=kept[1:])])
+            drafter.observe(
+                [Observation(seq_id, start - 1, seen, draft=draft, accepted=kept[1:], next_token=tokens[-1])]
+            )
             controller.record(
                 [
                     RowOutcome(

@@ -1,0 +1,167 @@
+"""What the benches share: prompts, the order of measuring, rates, results on disk, provenance."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import slipstream
+from slipstream.engine.inputs import chat_ids
+from slipstream.errors import ParameterError
+from slipstream.model.store import write_atomic
+
+TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
+PROMPTS = Path(__file__).parent / "prompts"
+
+Row = dict[str, Any]
+"""One answer: setting, task, prompt (its id), round, tokens (generated ids, the end token included), seconds
+(the whole request, prompt reading included), ids."""
+
+
+def make_parser(doc: str | None, name: str, max_tokens: int) -> argparse.ArgumentParser:
+    """The options that all benches have; `name` names the prompts and the results."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=max_tokens)
+    parser.add_argument("--prompts", type=Path, default=PROMPTS / f"{name}.jsonl", metavar="FILE")
+    parser.add_argument("--json", type=Path, default=Path(f"bench/out/{name}.json"), metavar="FILE")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    return parser
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Objects with id, task and prompt, one a line."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").strip().split("\n")]
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"the prompts {path} cannot be read ({error}): check the file") from error
+
+
+def encode(tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Every prompt as a user's message."""
+    return [chat_ids(tokenizer, [{"role": "user", "content": p["prompt"]}]) for p in prompts]
+
+
+def turns(names: Sequence[str], prompts: int, rounds: int) -> Iterator[tuple[int, int, str]]:
+    """(round, prompt, setting): every prompt by every setting before the next prompt, in an order that
+    rotates, so a machine that drifts hurts all settings alike."""
+    for round_ in range(rounds):
+        for prompt in range(prompts):
+            first = (prompt + round_) % len(names)
+            for name in (*names[first:], *names[:first]):
+                yield round_, prompt, name
+
+
+def whole(row: Row) -> float:
+    """Seconds of the request."""
+    return float(row["seconds"])
+
+
+Clock = Callable[[Row], float]
+
+
+def rate(rows: Sequence[Row], seconds: Clock = whole) -> float:
+    """All tokens over all seconds."""
+    return float(sum(r["tokens"] for r in rows)) / sum(map(seconds, rows))
+
+
+def by_prompt(rows: Sequence[Row]) -> dict[tuple[Any, int], Row]:
+    return {(r["prompt"], r["round"]): r for r in rows}
+
+
+def ratios(rows: Sequence[Row], base: Sequence[Row], seconds: Clock = whole) -> list[float]:
+    """Each answer's rate over that of the other setting's answer to the same prompt in the same round."""
+    other = by_prompt(base)
+    pairs = [(r, b) for r in rows if (b := other.get((r["prompt"], r["round"])))]
+    return [rate([r], seconds) / rate([b], seconds) for r, b in pairs]
+
+
+def spread(values: Sequence[float]) -> str:
+    """median (min-max)."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else "-"
+
+
+def same_ids(rows: Sequence[Row], base: Sequence[Row]) -> int:
+    """How many answers have the ids of the other setting's answer."""
+    other = by_prompt(base)
+    return sum(r["ids"] == other[key]["ids"] for key, r in by_prompt(rows).items() if key in other)
+
+
+def machine(threads: int) -> str:
+    return f"{_cpu_name()}, {os.cpu_count()} cores, {threads} threads"
+
+
+def versions() -> str:
+    return (
+        f"slipstream {slipstream.__version__}, torch {torch.__version__},"
+        f" transformers {transformers.__version__}; Python {platform.python_version()}"
+    )
+
+
+def write_json(path: Path, record: dict[str, Any], args: argparse.Namespace) -> None:
+    """The record and the arguments it was made with."""
+    write_atomic(path, json.dumps({**record, "arguments": {k: str(v) for k, v in vars(args).items()}}))
+
+
+class Log:
+    """Results that outlive the process: a JSON line each, on disk as soon as it is there.
+
+    runs: one a process that added something, what it says of itself. rows: answers. Without `resume` an
+    earlier file is kept beside the new one, as *.bak.
+    """
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path = path
+        self.runs: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume:
+            self._read()
+        elif path.exists():
+            path.replace(path.with_name(f"{path.name}.bak"))
+
+    def _read(self) -> None:
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        complete, _, torn = text.rpartition("\n")  # a process that was killed may have left half a line
+        for number, line in enumerate(complete.split("\n") if complete else (), start=1):
+            try:
+                kind, value = next(iter(json.loads(line).items()))
+                {"run": self.runs, "row": self.rows}[kind].append(value)
+            except (ValueError, KeyError, AttributeError, StopIteration):
+                raise ParameterError(
+                    f"{self.path}, line {number} is damaged: remove it, or leave out --resume"
+                ) from None
+        if torn:
+            write_atomic(self.path, f"{complete}\n" if complete else "")
+
+    def start(self, run: dict[str, Any]) -> None:
+        """A process begins to measure."""
+        self._append({"run": run})
+        self.runs.append(run)
+
+    def add(self, row: Row) -> None:
+        self._append({"row": row})
+        self.rows.append(row)
+
+    def _append(self, value: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

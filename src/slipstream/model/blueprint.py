@@ -1,0 +1,141 @@
+"""`Blueprint`: a model's modules without their data, to know what it will hold before it is loaded.
+
+transformers builds a model on PyTorch's meta device from its config alone, in a fraction of a second. Its
+parameters have shapes and dtypes, and a forward over it allocates the same slots of the same widths, so
+what is asked here is computed by the very code that will allocate it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
+
+from slipstream.errors import ModelError
+from slipstream.model.cache import WIDTH, columns
+from slipstream.model.catalogue import find
+from slipstream.model.checkpoint import inspect
+from slipstream.model.int8 import quantised_bytes
+from slipstream.model.load import choose_dtype, local_folder, require_known_code
+from slipstream.model.pack import PackRow
+from slipstream.model.packed import weight_bytes
+from slipstream.model.quiet import first_line, quiet
+from slipstream.model.runner import Runner
+
+_SAMPLED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A causal language model that is not loaded. folder: None where only the catalogue knows it."""
+
+    name: str
+    model: PreTrainedModel
+    folder: Path | None
+
+    @classmethod
+    def of(
+        cls,
+        spec: str,
+        *,
+        dtype: str = "auto",
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+    ) -> Blueprint:
+        """As `load` would load it; nothing is downloaded. Raises ParameterError, ModelError."""
+        folder, entry = local_folder(spec), find(spec)
+        if folder is not None:
+            checkpoint = inspect(folder)
+            require_known_code(spec, checkpoint.config, trust_remote_code)
+            chosen = choose_dtype(dtype, checkpoint.dtype, device)
+            model = _without_data(spec, folder, chosen, trust_remote_code)
+        elif entry is not None:
+            model = _without_data(spec, entry.config, choose_dtype(dtype, entry.config["dtype"], device))
+        else:
+            raise ModelError(
+                f"{spec} is not on this machine, so it is not known how large it is: slipstream pull {spec}"
+            )
+        return cls(spec, model, folder)
+
+    @cached_property
+    def runner(self) -> Runner:
+        """Computes nothing, but allocates as one with data would."""
+        return Runner(self.model, pack=False, check=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype  # type: ignore[no-any-return]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about the numbers."""
+        if self.folder is not None:
+            return ()
+        return (f"{self.name} is not on this machine (slipstream pull {self.name}): sizes of the catalogue",)
+
+    def weight_bytes(self, quantised: bool = False) -> int:
+        """Bytes of the weights, packed or not; quantised: with int8 linear layers (`int8`)."""
+        return quantised_bytes(self.model) if quantised else weight_bytes(self.model)
+
+    def cache_bytes(self, tokens: int, rows: int = 1) -> int:
+        """Bytes of the slots of so many rows of so many tokens each."""
+        return self._column_bytes * columns(tokens) * rows if tokens > 0 else 0
+
+    @cached_property
+    def _column_bytes(self) -> int:
+        """Keys and values of one position, all layers together."""
+        cache, slot = self.runner.cache, 0
+        cache.open(slot)
+        try:
+            self.runner.forward([PackRow(slot, [0])], logits="none")
+            return cache.memory_bytes // WIDTH
+        except RuntimeError:  # positions that depend on data, which is not there (dynamic RoPE)
+            config = self.runner.config
+            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            return int(2 * config.num_hidden_layers * heads * size * self.dtype.itemsize)
+        finally:
+            cache.close(slot)
+
+    def has_embedding(self, table: torch.Tensor) -> bool:
+        """Whether this table [V, H] is the model's own of input embeddings, as far as some rows tell."""
+        own = self.model.get_input_embeddings().weight
+        name = next(name for name, tensor in self.model.named_parameters() if tensor is own)
+        if self.folder is None or table.shape != own.shape:
+            return False
+        rows = torch.linspace(0, len(table) - 1, _SAMPLED_ROWS).long()
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118  (not a dict)
+                    stored = file.get_tensor(name)[rows].to(self.dtype)  # mapped: reads these rows
+                    return torch.equal(stored, table[rows].to(self.dtype))
+        return False
+
+
+def _without_data(
+    spec: str, source: Path | dict[str, Any], dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """source: a checkpoint folder, or what its config.json would say."""
+    try:
+        with quiet(), torch.device("meta"):
+            if isinstance(source, Path):
+                config = AutoConfig.from_pretrained(
+                    str(source), local_files_only=True, trust_remote_code=trust_remote_code
+                )
+            else:
+                config = AutoConfig.for_model(**source)
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # whatever transformers or a checkpoint's own code trips over
+        raise ModelError(
+            f"{spec} cannot be built by transformers {__version__} ({first_line(error)}):"
+            " check its config.json"
+        ) from error
+    return model.eval().requires_grad_(False)  # type: ignore[return-value]

@@ -1,0 +1,93 @@
+"""What `slipstream doctor --drafter` predicts against what the real pair takes: told, and resident."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import slipstream
+from slipstream import SamplingParams, Session
+from slipstream.core.draft import Drafter
+from slipstream.engine.inputs import encode
+from slipstream.plan.memory import plan_memory
+
+pytestmark = pytest.mark.real
+
+TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
+LINES = (Path(__file__).parent / "prompts.jsonl").read_text(encoding="utf-8").strip().split("\n")
+TEXT = "\n\n".join(json.loads(line)["prompt"] for line in LINES)
+CONTEXT = 1000
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with slipstream.load(TARGET, context=CONTEXT) as loaded:
+        yield loaded
+
+
+def resident() -> int:
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+def touch(drafter: Drafter) -> None:
+    """Read all weights: a table of embeddings is mapped from its file, and pages never read are not there."""
+    for module in drafter.runner.model.modules():  # type: ignore[attr-defined]
+        for tensor in module.parameters(recurse=False):
+            tensor.view(torch.uint8).max()
+
+
+@pytest.mark.parametrize("options", ["", ",quantise=int8", ",width=3", ",dtype=float32"])
+def test_the_memory_of_a_draft_model_is_predicted(
+    session: Session, options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = f"draft_model:model={DRAFT}{options}"
+    plan = plan_memory(TARGET, spec, context=CONTEXT)
+    prompt = encode(session.tokenizer, TEXT)[: CONTEXT - 24]
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    session.use("none")
+    session.generate(prompt, params.with_(max_tokens=2))  # what the target alone allocates
+    before = resident()
+    drafter = session.use(spec)
+    (row,) = session.submit(prompt, params)
+    while row.num_output < 18:
+        session.engine.step()
+    touch(drafter)
+    grown = resident() - before
+    list(session.engine.run())
+    told, predicted = session.engine.drafter_peak_bytes, plan.drafter.total
+    session.use("none")
+    session._built.remove(drafter)
+    drafter.shutdown()
+    with capsys.disabled():
+        print(
+            f"\n{spec}: predicted {predicted / 1e6:.0f} MB, told {told / 1e6:.0f}, resident {grown / 1e6:.0f}"
+        )
+    assert told == pytest.approx(predicted, rel=0.1)
+    assert grown == pytest.approx(predicted, rel=0.1)
+
+
+def test_the_memory_of_the_target_is_predicted(session: Session) -> None:
+    plan = plan_memory(TARGET, context=CONTEXT)
+    session.use("none")
+    (row,) = session.submit(encode(session.tokenizer, TEXT)[: CONTEXT - 24], SamplingParams(max_tokens=2))
+    while not row.num_output:
+        session.engine.step()
+    assert session.engine.runner.memory_bytes == plan.target.total
+    session.cancel([row])
+
+
+def test_the_catalogue_says_what_the_checkpoints_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [plan_memory(TARGET, f"draft_model:model={DRAFT}{o}") for o in ("", ",quantise=int8")]
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    monkeypatch.setattr("slipstream.model.load.cached_snapshot", lambda *_: None)
+    away = [plan_memory(TARGET, f"draft_model:model={DRAFT}{o}") for o in ("", ",quantise=int8")]
+    for one, other in zip(here, away, strict=True):
+        assert (one.target.total, one.drafter.total) == (other.target.total, other.drafter.total)
+        assert len(other.drafter.notes) == len(one.drafter.notes) + 1
