@@ -96,7 +96,13 @@ def serve(
     seconds.
     """
     _need_packages()
+    from slipstream.control import build_controller
+    from slipstream.drafters import check_spec
+
     specs = drafter_specs(drafter, also or [])
+    for spec in specs.values():  # mistakes are told before torch is imported and models are loaded
+        check_spec(spec)
+    build_controller(controller, 0)
     if threads is not None and threads < 1:
         raise ParameterError(f"threads must be at least 1, not {threads}")
     if context is not None and context < 2:
@@ -106,13 +112,16 @@ def serve(
     if any(not key.strip() for key in api_key or ()):
         raise ParameterError("--api-key must not be empty")
     from slipstream.serve.limits import Limits
+    from slipstream.serve.metrics import Metrics
     from slipstream.serve.server import Binding, listen
+    from slipstream.serve.tools import find_form
 
     limits = Limits(waiting=max_waiting, seconds=max_seconds, body_bytes=max_body)
     binding = Binding(host, port, tuple(api_key or ()), guard_metrics, tuple(allow_origin or ()), grace)
     names = tuple(served_model_name or (Path(model).name or model,))
+    metrics = Metrics(names[0], metrics_prefix)
+    find_form("", tool_form)
     load: dict[str, Any] = {
-        "controller": controller,
         "dtype": dtype,
         "device": device,
         "context": context,
@@ -123,13 +132,11 @@ def serve(
         listening = stack.enter_context(listen(host, port))  # a taken port is told before a model is loaded
         session, drafters = stack.enter_context(_loaded(model, specs, threads, load))
         from slipstream.serve.capacity import limit_cache
-        from slipstream.serve.metrics import Metrics
         from slipstream.serve.server import Server, log_to
         from slipstream.serve.service import Options, Service
         from slipstream.serve.worker import Worker
 
         default = next(iter(specs))
-        metrics = Metrics(names[0], metrics_prefix)
         worker = Worker(session, limits, metrics, drafters=drafters, default=default, controller=controller)
         tokens = limit_cache(session, None if cache_memory is None else int(cache_memory * (1 << 30)))
         service = Service(session, worker, limits, Options(names, tool_form, log_prompts))
@@ -185,16 +192,10 @@ def _loaded(
             import torch
 
             from slipstream.api import load
-            from slipstream.control import build_controller
-            from slipstream.core.spec import make_config, parse_spec
-            from slipstream.drafters import build_drafter, find_drafter
+            from slipstream.drafters import build_drafter
 
             if threads is not None:
                 torch.set_num_threads(threads)
-            for spec in specs.values():  # a mistyped one is told before gigabytes are loaded
-                name, values = parse_spec(spec)
-                make_config(find_drafter(name).Config, name, values)  # type: ignore[attr-defined]
-            build_controller(options.pop("controller"), 0)
             if model == TINY and not Path(model).exists():
                 model = _toy(stack.enter_context(tempfile.TemporaryDirectory()))
             session = stack.enter_context(load(model, "none", progress=drawn, **options))
