@@ -198,6 +198,17 @@ def test_a_key_is_needed_where_one_is_set(folder: Path) -> None:
         refused(httpx.get(f"{locked.url}/metrics"), 401)
 
 
+def test_an_allowed_origin_may_ask_with_a_key(folder: Path) -> None:
+    options: dict[str, Any] = {"api_keys": ("right",), "cors_origins": ("http://good.example",)}
+    with slipstream.load(str(folder)) as session, running(session, **options) as open_:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "Authorization"}
+        for origin, fine in (("http://good.example", True), ("http://evil.example", False)):
+            before = httpx.options(f"{open_.url}/v1/models", headers={"Origin": origin, **asked})
+            assert (before.headers.get("access-control-allow-origin") == origin) is fine
+        headers = {"Origin": "http://good.example", "Authorization": "Bearer right"}
+        assert httpx.get(f"{open_.url}/v1/models", headers=headers).status_code == 200
+
+
 def test_a_client_that_leaves_is_gone_and_blocks_nobody(server: Running) -> None:
     for stream in (True, False):
         for _ in range(3):

@@ -150,7 +150,10 @@ def serve(
         if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
             typer.echo("slipstream: anybody who reaches this address may use it: set --api-key", err=True)
         log_to(sys.stderr)
-        Server(service, binding).run(sockets=[listening])
+        try:
+            Server(service, binding).run(sockets=[listening])
+        finally:
+            worker.shutdown(0.0)  # the thread must have ended before the model is taken away
 
 
 def drafter_specs(drafter: str, also: list[str]) -> dict[str, str]:

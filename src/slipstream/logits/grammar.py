@@ -21,10 +21,12 @@ _KEPT = 64  # compiled grammars; a client tends to ask for the same again
 
 
 class Grammar:
-    """The grammar of one request. matcher: llguidance's, which this owns."""
+    """The grammar of one request. matcher: llguidance's, which this owns. end: the end token, if there is
+    only one."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, end: int | None = None) -> None:
         self._matcher = matcher
+        self._end = end
         self._vocab_size = vocab_size
         self._consumed: list[int] = []
 
@@ -51,7 +53,11 @@ class Grammar:
         """
         if limit < 1 or not self._move(output):
             return []
-        return list(self._matcher.compute_ff_tokens())[:limit]
+        tokens = list(self._matcher.compute_ff_tokens())[:limit]
+        if tokens and self._end is not None and len(tokens) < limit:
+            ended = self._move([*output, *tokens]) and self._matcher.is_stopped()
+            tokens += [self._end] if ended else []
+        return tokens
 
     def accepts(self, output: Sequence[int], tokens: Sequence[int]) -> int:
         """How many of `tokens` may follow `output`, one after the other."""
@@ -122,7 +128,8 @@ class Grammars:
             self._compiled[spec] = compiled
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-            return Grammar(compiled.deep_copy(), self._vocab_size)
+            end = min(self._eos_ids) if len(self._eos_ids) == 1 else None
+            return Grammar(compiled.deep_copy(), self._vocab_size, end)
 
     def _compile(self, spec: GrammarSpec) -> Any:
         table = self.table

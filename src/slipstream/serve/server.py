@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TextIO
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from slipstream.errors import ParameterError
@@ -37,23 +38,21 @@ class Binding:
 
 def guarded(service: Service, binding: Binding) -> ASGIApp:
     """The whole application."""
-    app: ASGIApp = create_app(service, grace=binding.grace)
-    if binding.cors_origins:
-        from starlette.middleware.cors import CORSMiddleware
-
+    app: ASGIApp = Guard(
+        create_app(service, grace=binding.grace),
+        api_keys=binding.api_keys,
+        guard_metrics=binding.guard_metrics,
+        loopback_only=binding.host in LOOPBACK,
+        body_bytes=service.limits.body_bytes,
+    )
+    if binding.cors_origins:  # before the guard: a browser asks for leave without the key
         app = CORSMiddleware(
             app,
             allow_origins=list(binding.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
         )
-    return Guard(
-        app,
-        api_keys=binding.api_keys,
-        guard_metrics=binding.guard_metrics,
-        loopback_only=binding.host in LOOPBACK,
-        body_bytes=service.limits.body_bytes,
-    )
+    return app
 
 
 class Server(uvicorn.Server):

@@ -64,9 +64,12 @@ class Service:
         self._created = int(time.time())
         # One thread: tokenizers are not made for several at once, and a long prompt must not stop the loop.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="slipstream-encode")
+        # Another, so that a grammar that takes long to compile holds up nobody's prompt.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="slipstream-grammar")
 
     def close(self) -> None:
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._encoder, self._compiler):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def name(self) -> str:
@@ -155,7 +158,8 @@ class Service:
         try:
             if self._grammars is None:
                 raise ParameterError("this model has no tokenizer for grammars")
-            await self.encode(self._grammars, spec)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiler, self._grammars, spec)
             return params.with_(grammar=spec)
         except SlipstreamError as error:
             raise refused(error, param) from error

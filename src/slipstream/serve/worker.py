@@ -185,13 +185,13 @@ class Worker:
             self._condition.notify()
 
     def begin_shutdown(self, grace: float) -> None:
-        """Take nothing more, finish what there is within `grace` seconds, fail the rest. Only the first call
-        counts."""
+        """Take nothing more, finish what there is within `grace` seconds, fail the rest. May be called again
+        for less grace."""
         with self._condition:
-            if not self._closing:
-                self._closing = True
-                self._give_up_at = self._clock() + grace
-                self._condition.notify()
+            self._closing = True
+            end = self._clock() + grace
+            self._give_up_at = end if self._give_up_at is None else min(self._give_up_at, end)
+            self._condition.notify()
 
     def join(self) -> None:
         """Until the thread has ended after `begin_shutdown`: one step later than its grace, at most."""
