@@ -21,7 +21,7 @@ from slipstream.drafters.ngram import NgramConfig, NgramDrafter
 from slipstream.drafters.none import NoConfig, NoDrafter
 from slipstream.engine.engine import Engine
 from slipstream.errors import ParameterError
-from slipstream.logits.grammar import Grammars
+from slipstream.logits.grammar import WHITE_SPACE, Grammars
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.runner import Runner
 from slipstream.testing.adversaries import FunctionDrafter, RandomBudgets, any_of, random_chain, random_tree
@@ -81,8 +81,9 @@ def reference() -> list[list[int]]:
     """One token at a time through the whole model, with a matcher that is made anew for every token."""
     model = make_model()
     table = from_tokenizer(tokenizer(), n_vocab=VOCAB, eos_token=[EOS_ID])
+    blank: Any = {"whitespace_pattern": WHITE_SPACE}
     read = {
-        "json_schema": llguidance.LLMatcher.grammar_from_json_schema,
+        "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=blank),
         "regex": llguidance.LLMatcher.grammar_from_regex,
         "lark": llguidance.LLMatcher.grammar_from_lark,
     }
@@ -97,7 +98,7 @@ def reference() -> list[list[int]]:
             matcher = llguidance.LLMatcher(table, read[params.grammar.kind](params.grammar.source))
             assert matcher.consume_tokens(tokens[len(prompt) :])
             allowed = matcher.compute_logit_bias()
-            scores = plain.scores(row, tokens)
+            scores = plain.scores(row, tokens).clone()
             scores[torch.tensor([not a for a in allowed[:VOCAB]])] = float("-inf")
             free = LogitsPipeline(
                 params.with_(grammar=None, repetition_penalty=1.0), VOCAB, frozenset(), len(prompt)

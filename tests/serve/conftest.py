@@ -34,7 +34,7 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("serve") / "draft", kind="llama", layers=1, seed=2)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def session(folder: Path) -> Iterator[Session]:
     with slipstream.load(str(folder), max_rows=3) as loaded:
         yield loaded
@@ -105,7 +105,7 @@ def running(session: Session, drafters: dict[str, Any] | None = None, **options:
         assert not thread.is_alive() and not worker.alive
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(folder: Path, draft_folder: Path) -> Iterator[Running]:
     with slipstream.load(str(folder), max_rows=8) as loaded:
         small = {"draft_model": f"draft_model:model={draft_folder}", "suffix": "suffix"}

@@ -17,6 +17,7 @@ import torch
 from slipstream.core.params import GrammarSpec
 from slipstream.errors import ParameterError
 
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"  # of JSON: as much as anybody indents by, and no endless one
 _KEPT = 64  # compiled grammars; a client tends to ask for the same again
 
 
@@ -38,9 +39,12 @@ class Grammar:
         """
         if not self._move(output):
             return None
-        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)  # [V / 8]
-        bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # [V / 8, 8]
-        mask = bits.flatten()[: self._vocab_size].bool()  # [<= V]
+        bits = bytearray(self._matcher.compute_bitmask())
+        if self._matcher.is_error():
+            raise ParameterError("the grammar became too complex for this answer: simplify it")
+        packed = torch.frombuffer(bits, dtype=torch.uint8)  # [V / 8]
+        each = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # [V / 8, 8]
+        mask = each.flatten()[: self._vocab_size].bool()  # [<= V]
         if len(mask) < self._vocab_size:
             mask = torch.cat((mask, mask.new_zeros(self._vocab_size - len(mask))))  # [V]
         return mask
@@ -137,7 +141,9 @@ class Grammars:
 
         try:
             if spec.kind == "json_schema":
-                text = LLMatcher.grammar_from_json_schema(spec.source)
+                text = LLMatcher.grammar_from_json_schema(
+                    spec.source, defaults={"whitespace_pattern": WHITE_SPACE}
+                )
             elif spec.kind == "regex":
                 text = LLMatcher.grammar_from_regex(spec.source)
             else:
