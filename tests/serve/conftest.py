@@ -16,9 +16,10 @@ import pytest
 import slipstream
 from slipstream import Session
 from slipstream.drafters import build_drafter
+from slipstream.serve.binding import Binding, listen
 from slipstream.serve.limits import Limits
 from slipstream.serve.metrics import Metrics
-from slipstream.serve.server import Binding, Server, listen
+from slipstream.serve.server import Server
 from slipstream.serve.service import Options, Service
 from slipstream.serve.worker import Worker
 from slipstream.testing.tiny import save_tiny

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.run import DEFAULT_MODEL
+from slipstream.cli.request import DEFAULT_MODEL
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ def serve(
         raise ParameterError(f"--cache-memory must be above 0 GiB, not {cache_memory}")
     if any(not key.strip() for key in api_key or ()):
         raise ParameterError("--api-key must not be empty")
+    from slipstream.serve.binding import LOOPBACK, Binding, listen
     from slipstream.serve.limits import Limits
     from slipstream.serve.metrics import Metrics
-    from slipstream.serve.server import Binding, listen
     from slipstream.serve.tools import find_form
 
     limits = Limits(waiting=max_waiting, seconds=max_seconds, body_bytes=max_body)
@@ -147,7 +147,7 @@ def serve(
             f" {default}; {max_rows} at once, {tokens} cached tokens)",
             err=True,
         )
-        if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
+        if host not in LOOPBACK and not api_key:
             typer.echo("slipstream: anybody who reaches this address may use it: set --api-key", err=True)
         log_to(sys.stderr)
         try:

@@ -10,9 +10,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.serve.binding import LOOPBACK
 from slipstream.serve.errors import ApiError
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 OPEN = ("/health", "/ready", "/")
 BODY_SECONDS = 60.0
 

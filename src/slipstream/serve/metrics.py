@@ -6,13 +6,16 @@ Mean acceptance length is 1 + accepted / drafts; acceptance at a position is acc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from slipstream.core.stats import DraftCounts
-from slipstream.engine.engine import Engine
 from slipstream.errors import ParameterError
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine
 
 PREFIX = "slipstream"
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)

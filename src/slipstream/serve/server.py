@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import TextIO
 
@@ -16,24 +14,10 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from slipstream.errors import ParameterError
 from slipstream.serve.app import create_app
-from slipstream.serve.guard import LOOPBACK, Guard
+from slipstream.serve.binding import LOOPBACK, Binding
+from slipstream.serve.guard import Guard
 from slipstream.serve.service import Service
-
-HOST, PORT = "127.0.0.1", 8000
-
-
-@dataclass(frozen=True)
-class Binding:
-    """Where and for whom. grace: seconds that running requests get when the server is told to stop."""
-
-    host: str = HOST
-    port: int = PORT
-    api_keys: tuple[str, ...] = ()
-    guard_metrics: bool = False
-    cors_origins: tuple[str, ...] = ()
-    grace: float = 10.0
 
 
 def guarded(service: Service, binding: Binding) -> ASGIApp:
@@ -82,22 +66,6 @@ class Server(uvicorn.Server):
         if again:
             self.force_exit = sig == signal.SIGINT
         self.should_exit = True
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; ParameterError if the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host.strip("[]"), port))
-    except (OSError, OverflowError) as error:
-        made.close()
-        raise ParameterError(
-            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}; choose another"
-            " --host or --port"
-        ) from error
-    return made
 
 
 class JsonLines(logging.Formatter):
