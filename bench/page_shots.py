@@ -44,7 +44,7 @@ def learned(path: Path) -> Path:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step > 50 and float(loss) < 0.002:
+        if step > 50 and float(loss.detach()) < 0.002:
             break
     model.eval()
     model.requires_grad_(False)
@@ -63,7 +63,7 @@ def main() -> None:
             for scheme in ("light", "dark"):
                 page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)
                 page.goto(served.url)
-                page.wait_for_selector("#drafter option")
+                page.wait_for_selector("#state:text-is('ready')")
                 page.fill("#temperature", "0")
                 page.fill("#tokens", "500")
                 if scheme == "dark":
