@@ -7,7 +7,7 @@ TARGET := qwen2.5-coder-1.5b
 DRAFT  := qwen2.5-coder-0.5b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-real check format bench bench-drafters clean
+.PHONY: help install demo test test-real check format bench bench-drafters tiny-models clean
 
 help:  ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -24,8 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP)  ## Make .venv with everything in it
 
 demo: $(STAMP)  ## Download a real model pair once, and see it answer faster with the same tokens
-	@$(BIN)/slipstream pull $(TARGET)
-	@$(BIN)/slipstream pull $(DRAFT)
+	@$(BIN)/slipstream pull $(TARGET) $(DRAFT)
 	$(BIN)/slipstream run --compare --model $(TARGET) --drafter draft_model:model=$(DRAFT) --temperature 0 --max-tokens 128 \
 		"Write a Python class for a stack with push, pop and peek, with type hints and docstrings."
 
@@ -33,8 +32,7 @@ test: $(STAMP)  ## All tests that need no download (a few minutes on two cores)
 	$(BIN)/python -m pytest -q -n 2 -m "not real and not gpu"
 
 test-real: $(STAMP)  ## The tests on the real pair (about half an hour on two cores)
-	@$(BIN)/slipstream pull $(TARGET)
-	@$(BIN)/slipstream pull $(DRAFT)
+	@$(BIN)/slipstream pull $(TARGET) $(DRAFT)
 	$(BIN)/python -m pytest -q -m real tests/real
 
 check: $(STAMP)  ## Lint, format check and strict types
@@ -51,6 +49,10 @@ bench: $(STAMP)  ## The table of the README (about half an hour on two cores)
 
 bench-drafters: $(STAMP)  ## Every drafter against plain decoding (hours on two cores; run it again to go on)
 	$(BIN)/python bench/drafters.py --resume
+
+tiny-models: $(STAMP)  ## Train the models and drafters that ship with the package (20 minutes on two cores)
+	$(BIN)/python -m pip install --quiet -e '.[train]' -c constraints.txt
+	$(BIN)/python bench/tiny_models.py
 
 clean:  ## Remove the environment and caches of this folder (models stay)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -111,21 +111,21 @@ class Workshop:
 
 
 def answer(session: slipstream.Session, drafter: Drafter, ids: Sequence[int], max_tokens: int) -> Row:
-    """One greedy answer, step by step, so that the memory can be read between the clock's runs.
+    """One greedy answer, step by step, so that the first draft can be told from the others.
 
     first_draft: the drafter's seconds until its first draft was there, in which it may read the prompt, and
     the tokens of that draft. memory: the most bytes the drafter held beyond the target.
     """
     engine = session.engine
     engine.set_drafter(drafter)
-    before, seconds, memory, first = engine.seconds.copy(), 0.0, 0, None
+    engine.drafter_peak_bytes = 0
+    before, seconds, first = engine.seconds.copy(), 0.0, None
     (row,) = session.submit(ids, SamplingParams(max_tokens=max_tokens))
     try:
         while not row.finished:
             clock = time.perf_counter()
             engine.step()
             seconds += time.perf_counter() - clock
-            memory = max(memory, drafter.memory_bytes)
             if first is None and row.counts.drafts:
                 spent = (engine.seconds - before).drafter
                 first = {"seconds": spent, "tokens": row.counts.draft_tokens}
@@ -139,7 +139,7 @@ def answer(session: slipstream.Session, drafter: Drafter, ids: Sequence[int], ma
         "parts": asdict(engine.seconds - before),
         "counts": asdict(row.counts),
         "first_draft": first,
-        "memory": memory,
+        "memory": engine.drafter_peak_bytes,
     }
 
 

@@ -26,16 +26,21 @@ ALLOWED = {
     # A drafter that samples draws from the very law its q tells, so drafters see the warps, no more.
     "drafters": {"core", "model", "heads", "logits.warp"},
     "engine": LOGIC,
-    "train": {"core", "model", "heads"},
+    "train": LOGIC | {"engine", "api"},  # the target's answers come out of the engine
     "export": {"core", "model", "heads"},
-    "integrations": LOGIC | {"engine", "api"},
+    "watch": {"core", "model", "export"},
+    "deploy": {"core", "model", "export", "watch"},
+    "integrations": LOGIC | {"engine", "api", "export"},
     "api": LOGIC | {"engine"},
     "testing": LOGIC | {"engine", "api"},
     "serve": LOGIC | {"engine", "api"},
     "bench": LOGIC | {"engine", "api"},
     "plan": LOGIC | {"engine", "api"},
 }
-TORCH_FREE = ("core/tree.py", "core/sequence.py", "core/text.py", "core/stats.py", "engine/scheduler.py")
+TORCH_FREE = (
+    *("core/tree.py", "core/sequence.py", "core/text.py", "core/stats.py", "engine/scheduler.py"),
+    *(f"cost/{name}.py" for name in ("accept", "bundle", "curve", "machines", "model", "roofline", "shape")),
+)
 MAY_USE_TRANSFORMERS = ("model/", "integrations/", "testing/", "cli/doctor.py")
 
 

@@ -9,7 +9,7 @@ import torch
 from slipstream.control import Controller
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
-from slipstream.drafters import TargetInfo, build_drafter
+from slipstream.drafters import TargetInfo, build_drafter, configure
 from slipstream.engine.engine import Engine
 from slipstream.engine.session import Session
 from slipstream.logits.grammar import Grammars
@@ -44,6 +44,8 @@ def load(
     output and therefore needs lossy=True; what it gives is marked `lossy`.
     """
     check_rule(rule, lossy)  # before anything large is read
+    if isinstance(drafter, str):
+        configure(drafter)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     loaded = load_model(model, dtype=dtype, device=device, **options) if isinstance(model, str) else model
     runner = Runner(loaded.model, pack=True)

@@ -31,3 +31,7 @@ class DrafterError(SlipstreamError):
 
 class CapacityError(SlipstreamError):
     """Memory, disk or context room does not suffice; the message says how much is needed."""
+
+
+class TrainingError(SlipstreamError):
+    """Training cannot begin or go on; what is good so far is kept, and the message says where."""

@@ -40,6 +40,14 @@ def test_pull_prints_the_folder_on_stdout_and_all_else_on_stderr(tmp_path, cache
     assert "converting mine.gguf to bfloat16" in got.stderr and "is ready" in got.stderr
 
 
+def test_pull_takes_several_and_keeps_what_came_before_one_that_fails(tmp_path, cache):
+    one, two = save_tiny(tmp_path / "one"), save_tiny(tmp_path / "two")
+    got = run("pull", str(one), str(two))
+    assert got.exit_code == 0 and got.stdout.split() == [str(one), str(two)]
+    broken = run("pull", str(one), str(tmp_path / "nowhere"), str(two))
+    assert broken.exit_code == 2 and broken.stdout.split() == [str(one)]
+
+
 def test_models_lists_the_catalogue_and_the_cache(tmp_path):
     run("pull", str(save_tiny_gguf(tmp_path / "mine.gguf", tiny_model("qwen2", vocab_size=260))))
     got = run("models")

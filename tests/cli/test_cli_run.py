@@ -329,7 +329,8 @@ def test_colours_only_when_asked_and_the_text_stays(invoke, models):
         (["--drafter", "ngrm"], "did you mean 'ngram'?"),
         (["--drafter", "ngram:max_m=2"], "did you mean 'max_n'?"),
         (["--drafter", "ngram:max_n=two"], "a whole number"),
-        (["--drafter", "draft_model"], "needs the option 'model'"),
+        (["--drafter", "draft_model"], "name one with draft_model:model=FOLDER"),
+        (["--drafter", "eagle"], "name one with eagle:heads=FOLDER"),
         (["--drafter", "./none.py:Mine"], "does not exist"),
         (["--drafter", "draft_model:model={}/foreign"], "vocabular"),
         (["--drafter", "draft_model:model=./nowhere/at/all"], "./nowhere/at/all"),
@@ -385,7 +386,7 @@ def test_drafters_are_listed_with_their_options():
         "name": "max_n", "type": "int", "default": "4", "help": "longest suffix looked for"
     }  # fmt: skip
     assert listed["none"]["options"] == []
-    assert next(o for o in listed["draft_model"]["options"] if o["name"] == "model")["default"] is None
+    assert next(o for o in listed["crossvocab"]["options"] if o["name"] == "model")["default"] is None
     table = invoke_drafters().stdout
     assert "num_speculative_tokens=7" in table and "--drafter NAME:option=value" in table
 
@@ -628,7 +629,7 @@ def test_a_chat_refuses_options_that_need_a_prompt(models):
 @pytest.mark.parametrize(
     "mistake",
     [
-        ["--drafter", "ngrm"], ["--drafter", "draft_model:modl=x"], ["--drafter", "eagle"], ["world"],
+        ["--drafter", "ngrm"], ["--drafter", "draft_model:modl=x"], ["--drafter", "crossvocab"], ["world"],
         ["--drafter", "cascade:drafters=suffix+nothing"], ["--controller", "additiv"], ["--top-p", "2"],
     ],
 )  # fmt: skip

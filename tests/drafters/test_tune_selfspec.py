@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import slipstream
 from slipstream.cli.main import build_app
-from slipstream.cli.tune import read_prompts
+from slipstream.cli.tune import _question
 from slipstream.core.draft import Budget, DraftRequest
 from slipstream.core.params import SamplingParams
 from slipstream.drafters._skip_search import Measure, Step, Text, best_plan, predict, search
@@ -20,10 +20,10 @@ from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.none import NoConfig, NoDrafter
 from slipstream.drafters.selfspec import SelfSpecConfig, SelfSpecDrafter
 from slipstream.engine.engine import Engine
-from slipstream.errors import ParameterError
 from slipstream.model.runner import Runner
 from slipstream.model.skip import SkipSet
-from slipstream.testing.tiny import save_tiny, tiny_model
+from slipstream.testing.tiny import EOS_ID, save_tiny, tiny_model, tiny_tokenizer
+from slipstream.train.rows import read_rows
 
 VOCAB, DEPTH = 40, 4
 IDLE = SkipSet.parse("a1+m2")
@@ -141,7 +141,7 @@ def test_the_command_keeps_what_selfspec_then_uses(cache_folder: Path) -> None:
     [
         (["selfspec", "--depth", "0"], "--depth must be at least 1"),
         (["selfspec", "--tokens", "4"], "--tokens must be at least 8"),
-        (["selfspec"], "cannot be read"),
+        (["selfspec"], "there is no file"),
     ],
 )
 def test_mistakes_are_one_line(options: list[str], reason: str) -> None:
@@ -155,14 +155,12 @@ def test_what_cannot_be_tuned_is_refused() -> None:
     assert done.exit_code == 2 and "No such command 'ngram'" in done.stderr
 
 
-def test_prompt_files_are_lines_or_json_lines(tmp_path: Path) -> None:
-    path = tmp_path / "p.txt"
-    path.write_text("a\n\nb\n")
-    assert read_prompts(path) == ["a", "b"]
-    path.write_text("\n")
-    with pytest.raises(ParameterError, match="holds no prompts"):
-        read_prompts(path)
-    lines = tmp_path / "p.jsonl"
-    lines.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ParameterError, match="line 2"):
-        read_prompts(lines)
+def test_a_row_is_asked_as_serving_would(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path.write_text('{"prompt": "a"}\n' + json.dumps({"messages": turns}))
+    tokenizer = tiny_tokenizer()
+    asked = [_question(tokenizer, row) for row in read_rows([str(path)])]
+    assert asked[0] == asked[1] == list(b"<user>a") + [EOS_ID] + list(b"<assistant>")
+    tokenizer.chat_template = None
+    assert _question(tokenizer, read_rows([str(path)])[0]) == list(b"a")

@@ -26,9 +26,12 @@ IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
 TINY_VOCAB = 12
 
 
+TRAINED = ("draft_model", "medusa", "eagle")  # nothing that was trained comes with a random target
+
+
 def built_in() -> list[str]:
     """Drafters that need no option, and the draft model, which is given loaded."""
-    names = [d["name"] for d in list_drafters() if d["where"] == "built in"]
+    names = [d["name"] for d in list_drafters() if d["where"] == "built in" and d["name"] not in TRAINED]
     free = []
     for name in names:
         needed = [

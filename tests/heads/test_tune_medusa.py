@@ -139,7 +139,7 @@ def test_the_command_writes_what_medusa_then_reads(folders: tuple[Path, Path, Pa
     ("more", "reason"),
     [
         (["--heads", "/nowhere"], "there is no folder"),
-        (["--prompts", "/nowhere"], "cannot be read"),
+        (["--prompts", "/nowhere"], "there is no file"),
         (["--limit", "0"], "--limit must be at least 1"),
         (["--tokens", "2"], "too short for 3 heads"),
         (["--out", "/proc/none/here.json"], "cannot be written"),

@@ -338,7 +338,7 @@ def test_estimates_add_up() -> None:
         ("draft_model:model=./nowhere", ModelError, "there is no folder ./nowhere"),
         ("draft_model:model={}/draft,dtype=int3", ParameterError, "dtype must be"),
         ("medusa:heads={}/nowhere", DrafterError, "there is no folder"),
-        ("eagle:heads={}/draft", SlipstreamError, "hidden size"),
+        ("eagle:heads={}/heads", DrafterError, "holds no draft heads"),
         ("nonsense", DrafterError, "unknown drafter"),
     ],
 )

@@ -110,6 +110,7 @@ def running(session: Session, drafters: dict[str, Any] | None = None, **options:
 def server(folder: Path, draft_folder: Path) -> Iterator[Running]:
     with slipstream.load(str(folder), max_rows=8) as loaded:
         small = {"draft_model": f"draft_model:model={draft_folder}", "suffix": "suffix"}
+        small["twin"] = f"draft_model:model={folder}"  # always right where the target is greedy
         with running(loaded, small) as made:
             yield made
 

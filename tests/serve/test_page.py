@@ -52,7 +52,8 @@ def test_an_answer_is_coloured_by_origin_and_explains_itself(page: Page, server:
     page.goto(server.url)
     expect(page.locator("#state")).to_have_text("ready")
     expect(page.locator("#model")).to_have_text("tiny")
-    ask(page, "ababababab", tokens=200)
+    page.select_option("#drafter", "twin")
+    ask(page, "ababababab")
     drafted, own = page.locator(".text .drafted"), page.locator(".text .own")
     expect(drafted).not_to_have_count(0)
     expect(own).not_to_have_count(0)
@@ -61,7 +62,7 @@ def test_an_answer_is_coloured_by_origin_and_explains_itself(page: Page, server:
     assert colours[0] != colours[1] and lines == ["underline", "none"]  # not by colour alone
     assert float(page.inner_text("#tau")) > 1 and float(page.inner_text("#rate")) > 0
     expect(page.locator("#positions li")).not_to_have_count(0)
-    expect(page.locator("article footer")).to_have_text(re.compile(r"200 tokens, .* tokens/s, .* a pass"))
+    expect(page.locator("article footer")).to_have_text(re.compile(r"60 tokens, .* tokens/s, .* a pass"))
     drafted.first.hover()
     inspector = page.locator("#inspector")
     expect(inspector).to_contain_text("drafted, then accepted")

@@ -15,14 +15,22 @@ from typing import Annotated, Any
 
 import typer
 
+from slipstream.cli import train
+from slipstream.cli.config import config
+from slipstream.cli.deploy import deploy
 from slipstream.cli.doctor import doctor
 from slipstream.cli.drafters import controllers, drafters
+from slipstream.cli.export import export
+from slipstream.cli.lint import lint
+from slipstream.cli.measure import measure
 from slipstream.cli.models import models
+from slipstream.cli.plan import plan
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
 from slipstream.cli.serve import serve
 from slipstream.cli.tune_medusa import tune_medusa
 from slipstream.cli.tune_selfspec import tune_selfspec
+from slipstream.cli.watch import watch
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
@@ -34,6 +42,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "drafters": drafters,
     "controllers": controllers,
     "doctor": doctor,
+    "measure": measure,
+    "plan": plan,
+    "export": export,
+    "lint": lint,
+    "config": config,
+    "deploy": deploy,
+    "watch": watch,
 }
 GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
     "tune": (
@@ -54,6 +69,7 @@ def build_app() -> typer.Typer:
         for name, command in commands.items():
             inner.command(name)(guarded(command))
         app.add_typer(inner, name=group)
+    app.add_typer(train.build(guarded), name="train")
     return app
 
 

@@ -37,9 +37,11 @@ def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     """List the catalogue and the models in the cache."""
     from slipstream.cli.output import plain_table, print_json, stdout
     from slipstream.model.catalogue import CATALOGUE
+    from slipstream.model.house import house_models
     from slipstream.model.progress import size
-    from slipstream.model.store import Store, reading_errors
+    from slipstream.model.store import Store, folder_bytes, reading_errors
 
+    house = {name: (path, folder_bytes(path)) for name, path in house_models().items()}
     root = Store.default().root
     with reading_errors(root):
         cached = {model.name: model for model in cached_models()}
@@ -64,7 +66,8 @@ def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
             {"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source}
             for m in cached.values()
         ]
-        print_json({"cache": str(root), "catalogue": catalogue, "cached": listed})
+        shipped = [{"name": n, "path": str(path), "bytes": count} for n, (path, count) in house.items()]
+        print_json({"cache": str(root), "catalogue": catalogue, "house": shipped, "cached": listed})
         return
     console = stdout()
     table = plain_table("CATALOGUE", "PARAMETERS", "LAYERS", "DOWNLOAD", "ON DISK", "LICENCE", "STATE")
@@ -81,6 +84,11 @@ def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
             state,
         )
     console.print(table)
+    if house:
+        own = plain_table("\nHOUSE MODELS", "\nON DISK", "\nSTATE")
+        for name, (_, count) in house.items():
+            own.add_row(name, size(count), "comes with Slipstream, drafters included")
+        console.print(own)
     if others:
         more = plain_table("\nCONVERTED FILES", "\nON DISK", "\nFROM")
         for model in others:

@@ -8,22 +8,27 @@ import typer
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="Catalogue name, hub id, or .gguf file.", show_default=False)],
+    names: Annotated[
+        list[str], typer.Argument(help="Catalogue names, hub ids, or .gguf files.", show_default=False)
+    ],
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Also fetch the model's own Python code.")
     ] = False,
 ) -> None:
-    """Fetch a model into the cache and check it. Prints the folder. An interrupted pull resumes."""
+    """Fetch models into the cache and check them. Prints their folders. An interrupted pull resumes."""
     from slipstream.cli.output import progress
     from slipstream.model.progress import size
 
-    # torch and transformers take seconds to import: say something first
-    with progress() as drawn:
-        drawn.stage(f"looking for {name}", 0)
-        from slipstream.model.checkpoint import inspect
-        from slipstream.model.load import resolve
+    for name in names:
+        # torch and transformers take seconds to import: say something first
+        with progress() as drawn:
+            drawn.stage(f"looking for {name}", 0)
+            from slipstream.model.checkpoint import inspect
+            from slipstream.model.load import resolve
 
-        folder = resolve(name, progress=drawn, trust_remote_code=trust_remote_code)
-        checkpoint = inspect(folder)
-    typer.echo(f"{name} is ready: {size(checkpoint.stored_bytes)} of {checkpoint.dtype} weights", err=True)
-    typer.echo(str(folder))
+            folder = resolve(name, progress=drawn, trust_remote_code=trust_remote_code)
+            checkpoint = inspect(folder)
+        typer.echo(
+            f"{name} is ready: {size(checkpoint.stored_bytes)} of {checkpoint.dtype} weights", err=True
+        )
+        typer.echo(str(folder))

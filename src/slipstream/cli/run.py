@@ -204,7 +204,7 @@ def _load(request: Request) -> Session:
         drawn.stage(f"looking for {request.model}", 0)
         from slipstream.drafters import configure
 
-        configure(request.drafter)  # a wrong value is told before gigabytes are loaded for it
+        configure(request.drafter)  # some wrong values are told before torch is imported, too
         import torch
 
         from slipstream.api import load

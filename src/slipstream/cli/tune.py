@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from slipstream.errors import ParameterError
 if TYPE_CHECKING:
     from slipstream.cli.output import TerminalProgress
     from slipstream.engine.session import Completion, Session
+    from slipstream.train.rows import Row
 
 ModelName = Annotated[
     str,
@@ -26,7 +26,7 @@ PromptFile = Annotated[
     typer.Option(
         "--prompts",
         help="What people ask the model: a text file with a prompt a line, or .jsonl with objects that"
-        ' hold "prompt" or "messages".',
+        ' hold "prompt", "messages", "turns" or "question".',
     ),
 ]
 Limit = Annotated[int, typer.Option("--limit", help="Prompts used, the first ones.")]
@@ -63,22 +63,17 @@ def opened(
     model: str, prompts: Path, limit: int, *, dtype: str, device: str, trust_remote_code: bool
 ) -> Iterator[Tuning]:
     """Read the prompts, then load the model; mistakes in the file are told before anything is loaded."""
-    questions = read_prompts(prompts)[:limit]
-
     from slipstream.cli.output import progress
+    from slipstream.train.rows import read_rows
 
+    rows = read_rows([str(prompts)], limit=limit)
     with progress() as drawn:
         drawn.stage(f"looking for {model}", 0)
         from slipstream.api import load
-        from slipstream.engine.inputs import encode
 
         options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": drawn}
         with load(model, trust_remote_code=trust_remote_code, **options) as session:
-            chat = session.tokenizer.chat_template is not None
-            asked = [
-                [{"role": "user", "content": q}] if chat and isinstance(q, str) else q for q in questions
-            ]
-            yield Tuning(session, [encode(session.tokenizer, q) for q in asked], drawn)
+            yield Tuning(session, [_question(session.tokenizer, row) for row in rows], drawn)
 
 
 def require_least(least: int, **numbers: int) -> None:
@@ -88,28 +83,11 @@ def require_least(least: int, **numbers: int) -> None:
             raise ParameterError(f"--{name} must be at least {least}, not {value}")
 
 
-def read_prompts(path: Path) -> list[str | list[dict[str, Any]]]:
-    """The prompts of a file: a text or a chat each. ParameterError if there are none."""
-    try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(
-            f"the prompts {path} cannot be read ({type(error).__name__}): check it"
-        ) from error
-    found: list[str | list[dict[str, Any]]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if path.suffix != ".jsonl":
-            found.append(line)
-            continue
-        try:
-            value = json.loads(line)
-            found.append(value["messages"] if "messages" in value else value["prompt"])
-        except (ValueError, KeyError, TypeError):
-            raise ParameterError(
-                f'{path}, line {number}: not a JSON object with "prompt" or "messages"'
-            ) from None
-    if not found:
-        raise ParameterError(f"{path} holds no prompts: write one a line")
-    return found
+def _question(tokenizer: Any, row: Row) -> list[int]:
+    """What a row asks last, as token ids."""
+    from slipstream.engine.inputs import encode
+
+    messages = row.messages if row.messages[-1]["role"] == "user" else row.messages[:-1]
+    if tokenizer.chat_template or len(messages) > 1:
+        return encode(tokenizer, [dict(m) for m in messages])
+    return encode(tokenizer, messages[0]["content"])

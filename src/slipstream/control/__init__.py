@@ -1,22 +1,33 @@
-"""How much to draft: fixed lengths, additive raise and lower."""
+"""How much to draft: fixed lengths, additive raise and lower, what pays by measurement."""
 
 from __future__ import annotations
 
 from slipstream.control.additive import Additive
 from slipstream.control.base import Controller, RowOutcome, RowState
 from slipstream.control.fixed import Fixed
+from slipstream.control.goodput import Goodput
 from slipstream.core.spec import make_config, parse_spec
 from slipstream.errors import ParameterError
 
-__all__ = ["KINDS", "Additive", "Controller", "Fixed", "RowOutcome", "RowState", "build_controller"]
+__all__ = [
+    "KINDS",
+    "Additive",
+    "Controller",
+    "Fixed",
+    "Goodput",
+    "RowOutcome",
+    "RowState",
+    "build_controller",
+]
 
-KINDS = {kind.name: kind for kind in (Fixed, Additive)}
+KINDS = {kind.name: kind for kind in (Fixed, Additive, Goodput)}
 
 
 def build_controller(
     spec: str | Controller | None, default_length: int, default_nodes: int = 0
 ) -> Controller:
-    """From `fixed`, `fixed:num_speculative_tokens=4`, `additive:…`; None is the drafter's own size."""
+    """From `fixed`, `fixed:num_speculative_tokens=4`, `additive:…`, `goodput:curve=FILE`; None is the
+    drafter's own size, which is `default_length` tokens or a tree of `default_nodes`."""
     if isinstance(spec, Controller):
         return spec
     name, values = parse_spec(spec or "fixed")
@@ -25,5 +36,7 @@ def build_controller(
     if name == "fixed":
         values.setdefault("num_speculative_tokens", str(default_length))
         values.setdefault("nodes", str(default_nodes))
+    if name == "goodput" and default_length and default_nodes > default_length:
+        values.setdefault("nodes_per_level", str(default_nodes / default_length))
     kind = KINDS[name]
     return kind(make_config(kind.Config, name, values))  # type: ignore[arg-type]

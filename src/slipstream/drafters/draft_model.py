@@ -33,15 +33,18 @@ from slipstream.drafters.base import (
 from slipstream.errors import ParameterError
 from slipstream.logits.warp import warped_law
 from slipstream.model.blueprint import Blueprint
+from slipstream.model.house import house_drafter
 from slipstream.model.int8 import Quantise, prepare_linears, require_int8
 from slipstream.model.load import load
+from slipstream.model.parts import ModelParts
 from slipstream.model.runner import Runner
 from slipstream.model.vocab import shared_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig:
-    """model: catalogue name, folder, .gguf file or hub id. num_speculative_tokens: tokens drafted a step.
+    """model: catalogue name, folder, .gguf file or hub id; left out, the one that comes with Slipstream for
+    this target. num_speculative_tokens: tokens drafted a step.
 
     sampled: draw the draft instead of taking its likeliest tokens. min_confidence: leave out tokens of less
     probability than this; draw none where even the likeliest has less. dtype: auto is the target's. width:
@@ -49,7 +52,7 @@ class DraftModelConfig:
     none, or int8 weights for half the memory traffic of bfloat16.
     """
 
-    model: str
+    model: str = ""
     num_speculative_tokens: int = 4
     sampled: bool = False
     min_confidence: float = 0.0
@@ -87,7 +90,8 @@ class ModelDrafter(Drafter):
             if config.quantise == "int8":
                 require_int8(target.device)
             dtype = config.dtype if config.dtype != "auto" else target.dtype
-            loaded = load(config.model, dtype=dtype, device=target.device, **target.options)
+            name = config.model or str(house_drafter("draft", _fingerprint(target)))
+            loaded = load(name, dtype=dtype, device=target.device, **target.options)
             self._vocab = shared_vocabulary(
                 target.tokenizer, loaded.tokenizer, target.vocab_size, int(loaded.model.config.vocab_size)
             )
@@ -105,8 +109,9 @@ class ModelDrafter(Drafter):
         if config.quantise == "int8":
             require_int8(target.device)
         dtype = config.dtype if config.dtype != "auto" else target.dtype
+        name = config.model or str(house_drafter("draft", target.model.fingerprint))
         shape = Blueprint.of(
-            config.model, dtype=dtype, device=target.device, trust_remote_code=target.trust_remote_code
+            name, dtype=dtype, device=target.device, trust_remote_code=target.trust_remote_code
         )
         weights = shape.weight_bytes(quantised=config.quantise == "int8")
         length = min(target.context, shape.runner.context)
@@ -161,3 +166,8 @@ class ModelDrafter(Drafter):
 
     def shutdown(self) -> None:
         self._cache.clear()
+
+
+def _fingerprint(target: TargetInfo) -> str:
+    """Of the target, "" where it was not given."""
+    return "" if target.model is None else ModelParts.of(target.model).fingerprint

@@ -35,6 +35,7 @@ from slipstream.heads.base import DraftVocab
 from slipstream.heads.eagle import EagleHead
 from slipstream.heads.io import AuxConvention, load_eagle, loaded_bytes, open_eagle
 from slipstream.model.cache import columns
+from slipstream.model.house import house_drafter
 from slipstream.model.int8 import Quantise, prepare_linears
 from slipstream.model.pack import PackRow
 from slipstream.model.parts import ModelParts
@@ -45,14 +46,15 @@ EAGER = 64
 
 @dataclass(frozen=True, slots=True)
 class EagleDrafterConfig:
-    """heads: folder of the trained head. num_speculative_tokens: longest path. nodes: drafted tokens in all.
+    """heads: folder of the trained head; left out, the one that comes with Slipstream for this target.
 
-    top_k: nodes expanded a level; 1 is a chain. choices: rank paths instead, as in 0+1+0.0, or a JSON file
-    of them. min_confidence: leave out tokens the head gives less probability. aux_layers: how the checkpoint
-    counts tapped layers. quantise: none, or int8 weights for half the memory of bfloat16.
+    num_speculative_tokens: longest path. nodes: drafted tokens in all. top_k: nodes expanded a level; 1 is a
+    chain. choices: rank paths instead, as in 0+1+0.0, or a JSON file of them. min_confidence: leave out
+    tokens the head gives less probability. aux_layers: how the checkpoint counts tapped layers. quantise:
+    none, or int8 weights for half the memory of bfloat16.
     """
 
-    heads: str
+    heads: str = ""
     num_speculative_tokens: int = 5
     top_k: int = 4
     nodes: int = 15
@@ -103,8 +105,8 @@ class EagleDrafter(Drafter):
         device = parts.embedding.device
         given = head
         if head is None:
-            folder = Path(config.heads).expanduser()
-            head = load_eagle(folder, parts, parts.embedding.dtype, aux=config.aux_layers)
+            folder = config.heads or house_drafter("eagle", parts.fingerprint)
+            head = load_eagle(Path(folder).expanduser(), parts, parts.embedding.dtype, aux=config.aux_layers)
         head.target = parts
         head.to(device)
         if given is None:
@@ -125,9 +127,8 @@ class EagleDrafter(Drafter):
     @classmethod
     def predict_memory(cls, config: EagleDrafterConfig, target: TargetShape) -> MemoryEstimate:
         dtype = target.model.dtype
-        head, tensors = open_eagle(
-            Path(config.heads).expanduser(), ModelParts.of(target.model.model), aux=config.aux_layers
-        )
+        folder = Path(config.heads or house_drafter("eagle", target.model.fingerprint)).expanduser()
+        head, tensors = open_eagle(folder, ModelParts.of(target.model.model), aux=config.aux_layers)
         vocab = DraftVocab(head.vocab_size, head.draft_vocab_size)
         weights = loaded_bytes(tensors, vocab, dtype, config.quantise)
         own = tensors.get("embed_tokens.weight")

@@ -17,7 +17,7 @@ from the table would be the same for every draft, and no threshold could tell a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ from slipstream.errors import ParameterError
 from slipstream.heads.base import DraftVocab
 from slipstream.heads.io import load_medusa, loaded_bytes, open_medusa
 from slipstream.heads.medusa import LMHead, MedusaHeads
+from slipstream.model.house import house_drafter
 from slipstream.model.int8 import Quantise, prepare_linears
 from slipstream.model.pack import pad_rows
 from slipstream.model.packed import weight_bytes
@@ -51,15 +52,15 @@ RANKS = 10  # of each head, that a tree is made from
 
 @dataclass(frozen=True, slots=True)
 class MedusaDrafterConfig:
-    """heads: folder of the trained heads. nodes: drafted tokens of the tree; with the root 64 rows.
+    """heads: folder of the trained heads; left out, those that come with Slipstream for this target.
 
-    topk: a full tree, children a level ("4x3x2"). choices: rank paths, as in 0+1+0.0, or a JSON file of them.
-    accuracies: a JSON file of measured accuracies, instead of the one beside the heads. min_confidence:
-    leave out tokens their head gives less probability. quantise: none, or int8 weights for half the memory of
-    bfloat16.
+    nodes: drafted tokens of the tree; with the root 64 rows. topk: a full tree, children a level ("4x3x2").
+    choices: rank paths, as in 0+1+0.0, or a JSON file of them. accuracies: a JSON file of measured
+    accuracies, instead of the one beside the heads. min_confidence: leave out tokens their head gives less
+    probability. quantise: none, or int8 weights for half the memory of bfloat16.
     """
 
-    heads: str
+    heads: str = ""
     nodes: int = 63
     topk: str = ""
     choices: str = ""
@@ -103,6 +104,8 @@ class MedusaDrafter(Drafter):
         """`heads` stand in for loading `config.heads`."""
         parts = ModelParts.of(target.model)
         device = parts.embedding.device
+        if heads is None and not config.heads:
+            config = replace(config, heads=str(house_drafter("medusa", parts.fingerprint)))
         loaded = heads or load_medusa(Path(config.heads).expanduser(), parts, parts.embedding.dtype)
         self._heads = loaded.to(device)
         self._lm_head: LMHead | None = None
@@ -126,7 +129,8 @@ class MedusaDrafter(Drafter):
     @classmethod
     def predict_memory(cls, config: MedusaDrafterConfig, target: TargetShape) -> MemoryEstimate:
         dtype = target.model.dtype
-        heads, tensors = open_medusa(Path(config.heads).expanduser(), ModelParts.of(target.model.model))
+        folder = Path(config.heads or house_drafter("medusa", target.model.fingerprint)).expanduser()
+        heads, tensors = open_medusa(folder, ModelParts.of(target.model.model))
         vocab = DraftVocab(heads.vocab_size, heads.draft_vocab_size)
         weights = loaded_bytes(tensors, vocab, dtype, config.quantise)
         if heads.output == "target" and vocab.reduced:

@@ -63,6 +63,8 @@ class EagleConfig:
             raise DrafterError("EAGLE-1 heads have neither tapped layers nor a draft vocabulary of their own")
         if self.version == 1 and self.hidden_size != self.target_hidden_size:
             raise DrafterError("EAGLE-1 heads have the target's hidden size")
+        if not self.own_lm_head and self.draft_vocab_size not in (None, self.vocab_size):
+            raise DrafterError("a draft vocabulary of its own needs an LM head of its own")
         if self.version == 3 and not self.aux_layers:
             raise DrafterError("EAGLE-3 heads need the target layers they tap")
 
@@ -116,6 +118,13 @@ class DraftMLP(nn.Module):
         return out
 
 
+class DraftNorm(nn.RMSNorm):
+    """RMS norm in its weight's precision, whatever mixed precision hands it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class DraftLayer(nn.Module):
     """A decoder layer. EAGLE-3's first one attends from cat(norm(embedding), norm(hidden)), 2H wide;
     EAGLE-1's first one has no norm in front of its attention."""
@@ -126,11 +135,11 @@ class DraftLayer(nn.Module):
         self.wide = config.version == 3 and index == 0
         self.norm_before_residual = config.norm_before_residual
         bare = config.version == 1 and index == 0
-        self.input_layernorm = nn.Identity() if bare else nn.RMSNorm(size, eps)
+        self.input_layernorm = nn.Identity() if bare else DraftNorm(size, eps)
         if self.wide:
-            self.hidden_norm = nn.RMSNorm(size, eps)
+            self.hidden_norm = DraftNorm(size, eps)
         self.self_attn = DraftAttention(config, 2 * size if self.wide else size, index)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.post_attention_layernorm = DraftNorm(size, eps)
         self.mlp = DraftMLP(config)
 
     def forward(
@@ -175,7 +184,7 @@ class EagleHead(nn.Module):
             if config.own_embedding:
                 built["embed_tokens"] = nn.Embedding(config.vocab_size, size)
             if config.version == 3:
-                built["norm"] = nn.RMSNorm(size, config.rms_norm_eps)
+                built["norm"] = DraftNorm(size, config.rms_norm_eps)
                 if config.own_lm_head:
                     built["lm_head"] = nn.Linear(size, self.vocab.size, bias=False)
             return nn.ModuleDict(built)

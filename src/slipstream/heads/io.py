@@ -303,7 +303,15 @@ def save_eagle(
     midlayer: bool = False,
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the layout vLLM loads; midlayer names EAGLE-3's layer as its authors do.
+    """Write the layout vLLM loads; see `eagle_layout`."""
+    tensors, config = eagle_layout(head, midlayer=midlayer)
+    files.write(folder, "model.safetensors", tensors, config, provenance)
+
+
+def eagle_layout(
+    head: EagleHead, *, midlayer: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the config of the layout vLLM loads; midlayer names EAGLE-3's layer as its authors do.
 
     Tapped layers are written as vLLM counts them, and again under a name that leaves no doubt.
     """
@@ -345,4 +353,4 @@ def save_eagle(
     named = {**head.body.state_dict(), **head.vocab.state_dict()}
     if midlayer:
         named = {re.sub(r"^layers\.0\.", "midlayer.", k): v for k, v in named.items()}
-    files.write(folder, "model.safetensors", named, raw, provenance)
+    return named, raw

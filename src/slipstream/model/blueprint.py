@@ -7,7 +7,7 @@ what is asked here is computed by the very code that will allocate it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from slipstream.model.int8 import quantised_bytes
 from slipstream.model.load import choose_dtype, local_folder, require_known_code
 from slipstream.model.pack import PackRow
 from slipstream.model.packed import weight_bytes
+from slipstream.model.parts import ModelParts
 from slipstream.model.quiet import first_line, quiet
 from slipstream.model.runner import Runner
 
@@ -106,16 +107,29 @@ class Blueprint:
     def has_embedding(self, table: torch.Tensor) -> bool:
         """Whether this table [V, H] is the model's own of input embeddings, as far as some rows tell."""
         own = self.model.get_input_embeddings().weight
-        name = next(name for name, tensor in self.model.named_parameters() if tensor is own)
-        if self.folder is None or table.shape != own.shape:
+        stored = self._stored(own)
+        if stored is None or table.shape != own.shape:
             return False
         rows = torch.linspace(0, len(table) - 1, _SAMPLED_ROWS).long()
-        for path in sorted(self.folder.glob("*.safetensors")):
+        return torch.equal(stored[rows].to(self.dtype), table[rows].to(self.dtype))  # reads these rows
+
+    @property
+    def fingerprint(self) -> str:
+        """What `ModelParts.fingerprint` will be, "" if the weights are not on this machine."""
+        parts = ModelParts.of(self.model)
+        stored = [self._stored(t) if len(t) else t for t in (parts.embedding, parts.norm)]
+        if stored[0] is None or stored[1] is None:
+            return ""
+        return replace(parts, embedding=stored[0], norm=stored[1]).fingerprint
+
+    def _stored(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The checkpoint's data of one of the model's tensors: mapped, so reading some rows reads no more."""
+        name = next(name for name, own in self.model.named_parameters() if own is tensor)
+        for path in sorted(self.folder.glob("*.safetensors")) if self.folder is not None else []:
             with safe_open(path, framework="pt") as file:
                 if name in file.keys():  # noqa: SIM118  (not a dict)
-                    stored = file.get_tensor(name)[rows].to(self.dtype)  # mapped: reads these rows
-                    return torch.equal(stored, table[rows].to(self.dtype))
-        return False
+                    return file.get_tensor(name)  # type: ignore[no-any-return]
+        return None
 
 
 def _without_data(

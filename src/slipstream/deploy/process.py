@@ -1,0 +1,180 @@
+"""A local engine as a child process: started, waited for, explained when it dies, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from slipstream.errors import SlipstreamError
+
+_GRACE = 20.0
+_TAIL = 4000
+
+
+class DeployError(SlipstreamError):
+    """The engine did not start, died, or does not do what the plan says."""
+
+
+# What engines write before they die, and what it means. The first that fits is told.
+_REASONS = (
+    (
+        r"address already in use|Errno 98",
+        "the port was taken meanwhile: choose another with --set port=N",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|MemoryError|No available memory for the cache blocks",
+        "out of memory: a smaller max_model_len, fewer max_running, a quantised draft, or more"
+        " tensor_parallel",
+    ),
+    (
+        r"no module or parameter named|size mismatch|shape mismatch|AssertionError.*loaded_weight|do not"
+        r" match",
+        "the drafter's tensors do not fit: it is of another model or layout; `slipstream export` writes"
+        " one that fits",
+    ),
+    (
+        r"same vocabulary size",
+        "draft and target have vocabularies of different size: choose a draft of the target's family",
+    ),
+    (
+        r"validation error|Unsupported speculative method|unrecognized arguments|invalid choice|ValueError",
+        "the engine refuses the configuration: run `slipstream lint` on it with the engine's exact version",
+    ),
+    (
+        r"ModuleNotFoundError|ImportError|command not found",
+        "the engine's installation is broken",
+    ),
+)
+
+
+class Server:
+    """An engine's process and its log. A context manager: leaving it stops everything that was started."""
+
+    def __init__(self, command: Sequence[str], host: str, port: int, log: Path) -> None:
+        """Starts it. Raises DeployError if the program is missing or the port is taken."""
+        program = shutil.which(command[0])
+        if program is None:
+            raise DeployError(
+                f"there is no program {command[0]}: install the engine, or name it with --executable"
+            )
+        require_free(host, port)
+        self.host, self.port, self.log = host, port, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._out = log.open("wb")
+        self.process = subprocess.Popen(
+            [program, *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its workers can be stopped with it
+        )
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{host}:{self.port}"
+
+    def wait_healthy(self, timeout: float, every: float = 0.5) -> float:
+        """Seconds until /health answers 200. Raises DeployError when the process dies or time is up."""
+        start = time.monotonic()
+        while time.monotonic() - start < timeout:
+            self.require_alive()
+            if self._healthy():
+                return time.monotonic() - start
+            time.sleep(every)
+        raise DeployError(
+            f"{self.url}/health did not answer within {timeout:.0f} s: give more with --timeout, or see"
+            f" {self.log}"
+        )
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (OSError, ValueError):
+            return False
+
+    def require_alive(self) -> None:
+        """DeployError with the reason if the process has ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise DeployError(
+                f"the engine ended ({_ended(code)}): {self.reason(code)}; its log is {self.log}"
+            )
+
+    def reason(self, code: int | None = None) -> str:
+        """What the log says about the end, in words."""
+        text = self.log.read_bytes()[-200_000:].decode("utf-8", errors="replace")
+        if code == -signal.SIGKILL:
+            return "it was killed, most likely by the system for lack of memory"
+        for pattern, meaning in _REASONS:
+            if re.search(pattern, text, re.IGNORECASE):
+                return f"{meaning} ({_line(text, pattern)})"
+        last = [line for line in text.splitlines() if line.strip()]
+        return last[-1][:300] if last else "it said nothing"
+
+    def stop(self) -> None:
+        """End the process and all that it started: politely, then not."""
+        for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, 5.0)):
+            if not self._group_alive():
+                break
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                break
+            deadline = time.monotonic() + patience
+            while time.monotonic() < deadline and self._group_alive():
+                time.sleep(0.05)
+        self.process.wait()
+        self._out.close()
+
+    def _group_alive(self) -> bool:
+        self.process.poll()  # reaps it, so that only its children keep the group alive
+        try:
+            os.killpg(self.process.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def require_free(host: str, port: int) -> None:
+    """DeployError if something listens there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1" if host in ("localhost", "") else host, port))
+        except OSError as error:
+            raise DeployError(
+                f"port {port} of {host} cannot be used ({error.strerror}): stop what listens there, or"
+                " choose another"
+                " with --set port=N"
+            ) from error
+
+
+def _ended(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+
+
+def _line(text: str, pattern: str) -> str:
+    for line in reversed(text.splitlines()):
+        if re.search(pattern, line, re.IGNORECASE):
+            return " ".join(line.split())[:200]
+    return ""

@@ -1,0 +1,1 @@
+"""Handing over: what other engines load, configurations that are right the first time, and their checks."""

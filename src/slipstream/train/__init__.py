@@ -1,0 +1,1 @@
+"""Training drafters: data, capture, losses, one loop, provenance."""

@@ -1,0 +1,227 @@
+"""Prompts out of files and data sets: rows in the common layouts, checked where they stand.
+
+A row is a JSON object with `messages` ([{"role", "content"}]), with ShareGPT's `conversations` ([{"from",
+"value"}]), or with a plain `prompt`; `system` may go with each. Text files hold one prompt a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ParameterError
+
+Message = Mapping[str, str]
+
+HUB = "hf:"
+ROLES = ("system", "user", "assistant")
+_SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+}
+_TEXT = (".txt", ".text", ".md")
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation: an optional system message, then user and assistant turns, the user first.
+
+    It may end with a user's turn or with an assistant's. where: file and line, for messages to people.
+    """
+
+    messages: tuple[Message, ...]
+    where: str
+
+    @property
+    def questions(self) -> tuple[Message, ...]:
+        """What is asked: everything but the assistant's turns."""
+        return tuple(m for m in self.messages if m["role"] != "assistant")
+
+    @property
+    def key(self) -> str:
+        """Tells conversations apart by what is asked; the space between words does not count."""
+        asked = [(m["role"], " ".join(m["content"].split())) for m in self.questions]
+        return hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).hexdigest()
+
+    def with_system(self, system: str | None) -> Row:
+        """The same with this system message in front, unless it has one."""
+        if system is None or self.messages[0]["role"] == "system":
+            return self
+        return Row(({"role": "system", "content": system}, *self.messages), self.where)
+
+
+def read_rows(
+    sources: Sequence[str], *, split: str = "train", config: str | None = None, limit: int | None = None
+) -> list[Row]:
+    """The rows of all sources, in order, at most `limit`.
+
+    A source is a .jsonl or .json file, a text file, a folder of such files, or `hf:NAME`: a Hugging Face
+    data set (its `split`, its `config`), which is streamed. ParameterError names the first bad row's place.
+    """
+    if not sources:
+        raise ParameterError("there are no prompts: name a file, a folder, or hf:NAME of a data set")
+    rows: list[Row] = []
+    for source in sources:
+        before = len(rows)
+        for row in _rows_of(source, split, config):
+            rows.append(row)
+            if limit is not None and len(rows) >= limit:
+                return rows
+        if len(rows) == before:
+            raise ParameterError(f"{source} holds no prompts: give a file with at least one")
+    return rows
+
+
+def _rows_of(source: str, split: str, config: str | None) -> Iterator[Row]:
+    if source.startswith(HUB):
+        yield from _from_hub(source.removeprefix(HUB), split, config)
+        return
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in (".jsonl", ".json", *_TEXT))
+        for file in files:
+            yield from _from_file(file)
+    elif path.is_file():
+        yield from _from_file(path)
+    else:
+        raise ParameterError(f"there is no file {path}: check the path (a data set of the hub is {HUB}NAME)")
+
+
+def _from_file(path: Path) -> Iterator[Row]:
+    if path.suffix == ".json":
+        yield from _from_array(path)
+        return
+    if path.suffix not in (".jsonl", *_TEXT):
+        raise ParameterError(
+            f"{path} is neither .jsonl, .json nor text ({', '.join(_TEXT)}): rename or convert"
+        )
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                where = f"{path}, line {number}"
+                if not line.strip():
+                    continue
+                if path.suffix == ".jsonl":
+                    yield parse_row(_json(line, where), where)
+                else:
+                    yield Row(({"role": "user", "content": line.strip()},), where)
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"{path} is not UTF-8 text ({error.reason}): convert it first") from None
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+
+
+def _from_array(path: Path) -> Iterator[Row]:
+    try:
+        entries = _json(path.read_text(encoding="utf-8"), str(path))
+    except (UnicodeDecodeError, OSError) as error:
+        raise ParameterError(f"{path} cannot be read ({error}): it must be UTF-8 JSON") from None
+    if not isinstance(entries, list):
+        raise ParameterError(f"{path} must hold a JSON array of rows: one object a line is .jsonl")
+    for number, entry in enumerate(entries, start=1):
+        yield parse_row(entry, f"{path}, entry {number}")
+
+
+def _from_hub(name: str, split: str, config: str | None) -> Iterator[Row]:
+    try:
+        import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        raise ParameterError(
+            f"{HUB}{name} needs the package datasets: pip install 'slipstream-lm[train]', or give"
+            " a .jsonl file"
+        ) from None
+    try:
+        rows: Iterable[Any] = datasets.load_dataset(name, config, split=split, streaming=True)
+        for number, entry in enumerate(rows, start=1):
+            yield parse_row(entry, f"{HUB}{name}, {split} row {number}")
+    except ParameterError:
+        raise
+    except Exception as error:  # the library raises whatever the network, the hub or a data file does
+        reason = " ".join(str(error).split())
+        raise ParameterError(
+            f"the data set {name} ({split}) cannot be read ({reason[:200]}): check its name, split and config"
+        ) from error
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ParameterError(f"{where}: not valid JSON ({error}): mend or delete it") from None
+
+
+def parse_row(entry: Any, where: str) -> Row:
+    """One object as a row; ParameterError says at `where` what is wrong with it."""
+    if not isinstance(entry, Mapping):
+        raise ParameterError(f"{where}: a row must be a JSON object, not {_short(entry)}")
+    found = [name for name in ("messages", "conversations", "prompt") if entry.get(name) is not None]
+    if not found:
+        have = ", ".join(map(str, entry)) or "nothing"
+        raise ParameterError(f"{where}: a row needs messages, conversations or prompt; it has {have}")
+    value = entry[found[0]]
+    if found[0] == "prompt" and isinstance(value, str):
+        messages = [_message("user", value, where)]
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        messages = [_turn(turn, where, i) for i, turn in enumerate(value, start=1)]
+    else:
+        raise ParameterError(f"{where}: {found[0]} must be a list of turns, not {_short(value)}")
+    system = entry.get("system")
+    if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, _message("system", system, where))
+    return Row(_in_turn(messages, where), where)
+
+
+def _turn(turn: Any, where: str, number: int) -> Message:
+    here = f"{where}, turn {number}"
+    if not isinstance(turn, Mapping):
+        raise ParameterError(f"{here}: a turn must be an object, not {_short(turn)}")
+    if "role" in turn:
+        role, content = turn["role"], turn.get("content")
+        known = role in ROLES
+    else:
+        role, content = turn.get("from"), turn.get("value")
+        known = role in _SHAREGPT
+    if not known:
+        raise ParameterError(
+            f"{here}: unknown role {_short(role)}; only {', '.join(ROLES)} can be trained on"
+        )
+    return _message(_SHAREGPT.get(str(role), str(role)), content, here)
+
+
+def _message(role: str, content: Any, where: str) -> Message:
+    if not isinstance(content, str):
+        raise ParameterError(f"{where}: the text must be a string, not {_short(content)}")
+    if not content.strip():
+        raise ParameterError(f"{where}: the {role}'s text is empty: mend or delete the row")
+    return {"role": role, "content": content}
+
+
+def _in_turn(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
+    """Messages whose turns alternate, the user first."""
+    turns = [m["role"] for m in messages if m["role"] != "system"]
+    if any(m["role"] == "system" for m in messages[1:]):
+        raise ParameterError(f"{where}: a system message can only come first")
+    if not turns:
+        raise ParameterError(f"{where}: there is no user's turn: mend or delete the row")
+    for number, role in enumerate(turns):
+        if role != ("user", "assistant")[number % 2]:
+            raise ParameterError(
+                f"{where}: turns must alternate, the user first; turn {number + 1} is the {role}'s"
+            )
+    return tuple(messages)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
