@@ -7,7 +7,7 @@ TARGET := qwen2.5-coder-1.5b
 DRAFT  := qwen2.5-coder-0.5b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-real check format bench bench-drafters tiny-models clean
+.PHONY: help install demo test test-slow test-real check format bench bench-drafters tiny-models clean
 
 help:  ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -29,7 +29,10 @@ demo: $(STAMP)  ## Download a real model pair once, and see it answer faster wit
 		"Write a Python class for a stack with push, pop and peek, with type hints and docstrings."
 
 test: $(STAMP)  ## All tests that need no download (a few minutes on two cores)
-	$(BIN)/python -m pytest -q -n 2 -m "not real and not gpu"
+	$(BIN)/python -m pytest -q -n 2 -m "not real and not gpu and not slow"
+
+test-slow: $(STAMP)  ## The tests that train small models or start servers (a minute or two)
+	$(BIN)/python -m pytest -q -n 2 -m "slow and not real and not gpu"
 
 test-real: $(STAMP)  ## The tests on the real pair (about half an hour on two cores)
 	@$(BIN)/slipstream pull $(TARGET) $(DRAFT)

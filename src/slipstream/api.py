@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.drafters import TargetInfo, build_drafter, configure
 from slipstream.engine.engine import Engine
 from slipstream.engine.session import Session
+from slipstream.errors import ParameterError
 from slipstream.logits.grammar import Grammars
 from slipstream.model.generation import GenerationDefaults
 from slipstream.model.load import LoadedModel
@@ -22,7 +24,7 @@ from slipstream.verify import check_rule
 
 
 def load(
-    model: str | LoadedModel,
+    model: str | os.PathLike[str] | LoadedModel,
     drafter: str | Drafter = "none",
     *,
     controller: Controller | str | None = None,
@@ -47,7 +49,11 @@ def load(
     if isinstance(drafter, str):
         configure(drafter)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
-    loaded = load_model(model, dtype=dtype, device=device, **options) if isinstance(model, str) else model
+    if isinstance(model, (str, os.PathLike)):
+        model = load_model(os.fspath(model), dtype=dtype, device=device, **options)
+    if not isinstance(model, LoadedModel):
+        raise ParameterError(f"a model is a name, a path or a LoadedModel, not {type(model).__name__}")
+    loaded = model
     runner = Runner(loaded.model, pack=True)
     info = TargetInfo(
         vocab_size=min(runner.vocab_size, len(loaded.tokenizer)),

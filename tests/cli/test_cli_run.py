@@ -320,7 +320,7 @@ def test_colours_only_when_asked_and_the_text_stays(invoke, models):
         (["--max-tokens", "0"], "max_tokens"),
         (["--n", "0"], "n must be"),
         (["--stop", ""], "stop"),
-        (["--threads", "0"], "threads must be at least 1"),
+        (["--threads", "0"], "threads must be from 1 to 1024"),
         (["--context", "1"], "context must be at least 2"),
         (["--colour", "blue"], "--colour must be drafts, always or never"),
         (["--json", "--colour", "always"], "--json has no colours"),
@@ -329,6 +329,9 @@ def test_colours_only_when_asked_and_the_text_stays(invoke, models):
         (["--drafter", "ngrm"], "did you mean 'ngram'?"),
         (["--drafter", "ngram:max_m=2"], "did you mean 'max_n'?"),
         (["--drafter", "ngram:max_n=two"], "a whole number"),
+        (["--drafter", "ngram:max_n=100000000000"], "max_n <= 1024"),
+        (["--drafter", "recycle:k=1200"], "from 1 to 256"),
+        (["--threads", "100000"], "threads must be from 1 to 1024"),
         (["--drafter", "draft_model"], "name one with draft_model:model=FOLDER"),
         (["--drafter", "eagle"], "name one with eagle:heads=FOLDER"),
         (["--drafter", "./none.py:Mine"], "does not exist"),
@@ -643,6 +646,23 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(mistake, monkeypatc
         [sys.executable, "-c", code, "run", "hello", *mistake], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and "slipstream: error: " in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_as_good_as_none(redirection):
+    command = f"{sys.executable} -m slipstream.cli.main drafters {redirection}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_a_terminal_of_few_letters_shows_question_marks():
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.cli.main", "drafters"],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "latin1"},
+    )
+    assert done.returncode == 0 and b"model=?" in done.stdout
 
 
 def test_help_imports_nothing_heavy():

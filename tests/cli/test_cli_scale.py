@@ -234,6 +234,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.slow
 def test_deploy_starts_checks_and_stops(deploy: Callable[..., Result]) -> None:
     done = deploy("good", "--set", "predicted_tau=2.4", "--json")
     assert done.exit_code == 0, done.output
@@ -251,6 +252,7 @@ def test_deploy_starts_checks_and_stops(deploy: Callable[..., Result]) -> None:
         ("weak", ("--set", "predicted_tau=2.4"), "far below the 2.40"),
     ],
 )
+@pytest.mark.slow
 def test_deploy_fails_loudly_when_acceptance_is_not_there(
     deploy: Callable[..., Result], mode: str, plan: tuple[str, ...], message: str
 ) -> None:
@@ -271,12 +273,14 @@ def test_deploy_fails_loudly_when_acceptance_is_not_there(
         ("error", "answers 404"),
     ],
 )
+@pytest.mark.slow
 def test_deploy_says_why_it_failed(deploy: Callable[..., Result], mode: str, message: str) -> None:
     done = deploy(mode)
     assert done.exit_code == 2 and message in done.stderr, done.stderr
     assert "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_deploy_meets_a_taken_port_a_missing_program_and_a_slow_start(
     deploy: Callable[..., Result], invoke: Invoke, port: int, tmp_path: Path
 ) -> None:

@@ -58,6 +58,15 @@ def test_round_trip_and_what_is_derived(tmp_path: Path) -> None:
         bundle.draft_curve("x")
 
 
+def test_levels_that_were_asked_for_and_never_drafted_are_known_not_to_be() -> None:
+    counted = DraftCounts()
+    for _ in range(200):
+        counted.record(2, 2, 2, 3)
+    told = AcceptanceCounts.of(counted, drafter="d", task="t", depth=4).acceptance
+    assert told.expected_tokens(4) == pytest.approx(3.0, abs=0.1)  # not 5, though all was accepted
+    assert told.lengths(4).tolist() == [0, 0, 1, 0, 0]
+
+
 def test_the_longest_chains_count_and_trees_are_kept_apart() -> None:
     bundle = Bundle.model_validate(raw(acceptance=[*raw()["acceptance"], counts(5, "a", 2, 7)]))
     samples = bundle.samples("d")

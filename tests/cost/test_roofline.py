@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.cost.machines import DTYPE_BYTES, MACHINES, Machine, find_machine, read_machine
-from slipstream.cost.roofline import COMPUTE, MEMORY, Roofline, extra_cost, measured_regime
+from slipstream.cost.roofline import COMPUTE, MEMORY, Roofline, extra_cost, measured_regime, spare_tokens
 from slipstream.cost.shape import ModelShape, read_shape, shape_of
 from slipstream.errors import ParameterError
 
@@ -209,3 +209,15 @@ def test_curves_take_arrays() -> None:
     line = Roofline(H100, SHAPE)
     assert line.seconds(2, np.array([1, 2, 3])).shape == (3,)
     assert isinstance(SHAPE, ModelShape) and line.relative_error(1, [1, 2]).tolist() == [0, 0]
+
+
+def test_the_measured_regime_is_told_by_what_more_tokens_cost() -> None:
+    from slipstream.cost.curve import Point, StepCurve
+
+    def line(memory: float, arithmetic: float) -> StepCurve:
+        times = {n: memory + arithmetic * n for n in (1, 2, 5, 9, 17)}
+        return StepCurve(Point(1, n, 0, t) for n, t in times.items())
+
+    assert measured_regime(line(1.0, 0.9), 1) == MEMORY and measured_regime(line(1.0, 1.1), 1) == COMPUTE
+    assert spare_tokens(line(1.0, 0.03), 1) == 3 and spare_tokens(line(1.0, 1.0), 1) == 0
+    assert spare_tokens(line(1.0, 0.0), 1) == 16

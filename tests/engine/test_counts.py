@@ -7,6 +7,7 @@ import pytest
 from slipstream.control import Additive, RowOutcome, RowState, build_controller
 from slipstream.core.draft import Draft, DraftRequest
 from slipstream.core.params import SamplingParams
+from slipstream.core.stats import SourceCounts
 from slipstream.core.tree import TokenTree
 from slipstream.engine.engine import Engine
 from slipstream.errors import ParameterError
@@ -29,7 +30,8 @@ def make() -> tuple[Engine, list[int], list[tuple[int, int]]]:
     def draft(request: DraftRequest) -> Draft:
         length, good = script.pop(0)
         future = upcoming(known, request)[:length]
-        return Draft(TokenTree.chain(request.root, [(t + (i >= good)) % VOCAB for i, t in enumerate(future)]))
+        tokens = [(t + (i >= good)) % VOCAB for i, t in enumerate(future)]
+        return Draft(TokenTree.chain(request.root, tokens), source="script")
 
     return Engine(Runner(model, pack=False), FunctionDrafter(draft, 8)), known[3], script
 
@@ -45,6 +47,7 @@ def test_counts_are_those_of_the_script() -> None:
     for counts in (row.counts, engine.counts):
         assert (counts.passes, counts.emitted, counts.drafts) == (6, 14, 5)
         assert (counts.draft_tokens, counts.accepted_tokens) == (3 + 3 + 2 + 4 + 2, 3 + 1 + 0 + 2 + 2)
+        assert counts.sources == {"script": SourceCounts(5, counts.draft_tokens, counts.accepted_tokens)}
         assert counts.drafted_at == [5, 5, 3, 1]
         assert counts.tested_at == [5, 4, 2, 0]
         assert counts.accepted_at == [4, 3, 1, 0]
@@ -64,6 +67,7 @@ def test_what_lies_behind_an_end_token_is_not_counted() -> None:
     list(engine.run())
     assert row is not None and row.output == known[: at + 1]
     assert (row.counts.emitted, row.counts.accepted_tokens, row.counts.draft_tokens) == (at + 1, at + 1, 8)
+    assert row.counts.sources == {"script": SourceCounts(1, 8, at + 1)}
     assert row.counts.tested_at == row.counts.accepted_at == [1] * (at + 1) + [0] * (7 - at)
     assert row.counts.conditional_acceptance[: at + 1] == [1.0] * (at + 1)
 

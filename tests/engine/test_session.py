@@ -157,3 +157,52 @@ def test_nothing_is_printed(folder: Path, capfd: pytest.CaptureFixture[str]) -> 
         session.generate("abcabc", SamplingParams(max_tokens=8))
     out, err = capfd.readouterr()
     assert out == "" and err == ""
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "recycle"])
+def test_a_closed_session_says_so(folder: Path, drafter: str) -> None:
+    """Its model has its own attention back and would compute other tokens."""
+    session = slipstream.load(folder, drafter)
+    session.close()
+    session.close()
+    for use in (
+        lambda: session.generate("ab", SamplingParams(max_tokens=3)),
+        lambda: next(session.stream("ab", SamplingParams(max_tokens=3))),
+        lambda: session.submit("ab"),
+        lambda: session.use("ngram"),
+    ):
+        with pytest.raises(ParameterError, match="session is closed"):
+            use()
+
+
+def test_a_stream_ends_when_its_session_is_closed(folder: Path) -> None:
+    session = slipstream.load(folder, "ngram")
+    stream = session.stream("ab", SamplingParams(max_tokens=30, ignore_eos=True))
+    first = next(stream)
+    session.close()
+    assert first.tokens and list(stream) == []
+
+
+def test_streams_and_answers_side_by_side_lose_nothing(session: Session) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    prompts = ("ab", "the same again the same again", "xyz")
+    alone = [session.generate(p, params).tokens for p in prompts]
+    one, two = session.stream(prompts[0], params), session.stream(prompts[1], params)
+    got: list[list[int]] = [list(next(one).tokens), list(next(two).tokens)]
+    between = session.generate(prompts[2], params).tokens
+    for event in one:
+        got[0] += event.tokens
+        for other in two:
+            got[1] += other.tokens
+            break
+    for event in two:
+        got[1] += event.tokens
+    assert [tuple(g) for g in got] == alone[:2] and between == alone[2]
+    assert not session.engine.has_work
+
+
+def test_a_model_is_a_name_or_a_path(folder: Path) -> None:
+    with slipstream.load(folder) as loaded:
+        assert loaded.generate("ab", SamplingParams(max_tokens=2)).tokens
+    with pytest.raises(ParameterError, match="not int"):
+        slipstream.load(3)  # type: ignore[arg-type]

@@ -62,6 +62,18 @@ def test_vllm_says_it_as_vllm_reads_it() -> None:
     assert options["model"] == "org/target" and options["speculative-config"] == made.speculative
 
 
+def test_further_options_of_the_engine_are_checked_too() -> None:
+    made = settings(
+        make_plan(**DRAFT, extra={"enforce-eager": True, "gpu-memory-utilization": 0.8, "seed": False})
+    )
+    text = " ".join(made.command)
+    assert (
+        "--enforce-eager --gpu-memory-utilization 0.8 --speculative-config" in text and "--seed" not in text
+    )
+    with pytest.raises(ParameterError, match="no argument enforce_eagr.*write enforce_eager"):
+        settings(make_plan(**DRAFT, extra={"enforce-eagr": True}))
+
+
 def test_off_above_is_a_length_of_zero() -> None:
     made = settings(make_plan(**DRAFT, off_above=16)).speculative or {}
     assert made["num_speculative_tokens_per_batch_size"] == [[1, 16, 4], [17, 17, 0]]

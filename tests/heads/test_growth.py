@@ -156,6 +156,20 @@ def scored_paths(growth: Growth) -> dict[tuple[int, ...], float]:
     return dict(zip(map(path_to(growth), range(len(growth.tokens))), growth.values, strict=True))
 
 
+def test_the_greedy_path_is_expanded_even_where_others_are_likelier() -> None:
+    def logs(*rows: list[float]) -> list[list[float]]:
+        return [[math.log(p) for p in row] for row in rows]
+
+    kept, papers = DynamicGrowth(2, 3, 6, greedy_path=True), DynamicGrowth(2, 3, 6)
+    for growth, expanded in ((kept, {(0, 2), (1, 4)}), (papers, {(1, 4), (1, 5)})):
+        growth.add(Level([[0, 1]], logs([0.5, 0.45])))
+        growth.add(Level([[2, 3], [4, 5]], logs([0.2, 0.2], [0.6, 0.4])))
+        assert set(map(path_to(growth), growth.frontier)) == expanded
+        growth.add(Level([[6, 7], [8, 9]], logs([0.9, 0.1], [0.9, 0.1])))
+    assert paths_of(kept) == {(0,), (0, 2), (0, 2, 6), (1,), (1, 4), (1, 4, 8)}
+    assert (0, 2, 6) not in paths_of(papers)
+
+
 def test_a_greedy_path_that_stops_leaves_its_nodes_to_others() -> None:
     """Token 0 is followed by nothing likely, token 1 by something certain."""
     growth = DynamicGrowth(2, 4, 5, stop_below=0.3, greedy_path=True)

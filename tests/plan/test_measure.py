@@ -17,9 +17,11 @@ from slipstream.cost.bundle import Bundle, read_bundle
 from slipstream.engine.session import Session
 from slipstream.errors import ParameterError
 from slipstream.plan import measure as module
+from slipstream.plan.advise import advise
 from slipstream.plan.measure import Plan, measure, step_seconds
 from slipstream.plan.prompts import read_prompts
 from slipstream.plan.rates import bandwidth, matrix_rate
+from slipstream.plan.setup import measured
 from slipstream.testing.tiny import save_tiny
 
 PLAN = Plan(
@@ -98,6 +100,26 @@ def test_a_drafter_that_needs_no_target_is_not_run_on_it_again(
     got = measure(session, "tiny", ["ngram", "suffix", "recycle"], PROMPTS[:1], small)
     assert len(answered) == 2  # ngram for the answers, recycle for it wants logits
     assert {a.drafter for a in got.acceptance} == {"ngram", "suffix", "recycle"}
+
+
+def test_trees_are_counted_at_every_depth_and_kept_as_trees(
+    session: Session, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "bandwidth", lambda device: 1.0)
+    monkeypatch.setattr(module, "matrix_rate", lambda device, dtype: 1.0)
+    small = Plan(rows=(1,), nodes=(1, 7), contexts=(8,), depths=(1, 2), prefill=(8,), rounds=3, tokens=6)
+    spec = f"draft_model:model={folder},width=3,num_speculative_tokens=2"
+    got = measure(session, "tiny", [spec], PROMPTS[:2], small)
+    assert {(a.depth, a.nodes) for a in got.acceptance} == {(1, 3), (2, 6)}
+    assert {(d.depth, d.nodes) for d in got.drafts} == {(1, 3), (2, 6)}
+    setup = measured(got, [1])
+    (candidate,) = setup.candidates
+    assert set(candidate.trees) == {3, 6} and candidate.longest == 0
+    task = PROMPTS[0].task
+    for nodes, depth in ((3, 1), (6, 2)):  # the target as its own draft: every level is accepted
+        seen = candidate.trees[nodes][task].total
+        assert len(seen.drafted) == depth and seen.accepted == seen.tested and seen.tested[-1] > 0
+    assert advise(setup).batches[0].options[0].prediction.nodes in (1, 3, 6)
 
 
 def test_measuring_leaves_the_session_as_it_was(session: Session, bundle: Bundle) -> None:

@@ -14,6 +14,13 @@ from slipstream.testing.tiny import save_tiny
 from slipstream.train.identity import identity
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Training takes its time: `make test-slow` runs this folder."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("target"), layers=3, seed=7)

@@ -154,9 +154,9 @@ def plan_of(
         if not joined:
             raise ParameterError(f"--set {item}: write it as name=value")
         try:
-            changes[name] = json.loads(value) if value.startswith("[") else value
+            changes[name] = json.loads(value) if value[:1] in ("[", "{") else value
         except ValueError:
-            raise ParameterError(f"--set {item}: a list is written as [1, 2]") from None
+            raise ParameterError(f"--set {item}: lists and objects are written as JSON") from None
     if file is None and "target" not in changes:
         raise ParameterError("give --target MODEL, or --plan FILE")
     return make_plan(**changes) if file is None else read_plan(file, **changes)

@@ -9,6 +9,8 @@ or in its group.
 from __future__ import annotations
 
 import functools
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -128,10 +130,22 @@ def fail(error: SlipstreamError) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and leaves with its exit status."""
+    _mend_streams()
     try:
         build_app()(args=None if arguments is None else list(arguments), prog_name="slipstream")
     except KeyboardInterrupt:  # while the modules were still loading
         sys.exit(130)
+
+
+def _mend_streams() -> None:
+    """A stream that the shell closed (`>&-`) is as good as /dev/null, and what a terminal's encoding lacks is
+    shown as a question mark."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.plan import write
+from slipstream.cli.request import MOST_THREADS
 from slipstream.errors import ParameterError
 from slipstream.plan.prompts import read_prompts
 
@@ -73,6 +74,8 @@ def measure(
     for name, value in (("limit", limit), ("threads", threads)):
         if value is not None and value < 1:
             raise ParameterError(f"--{name} must be at least 1, not {value}")
+    if threads is not None and threads > MOST_THREADS:
+        raise ParameterError(f"--threads must be at most {MOST_THREADS}, not {threads}")
     for file in (out, png):
         if file is not None and not file.parent.is_dir():
             raise ParameterError(f"the folder of {file} does not exist: make it, or write elsewhere")

@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.errors import ParameterError
 
+MOST_THREADS = 1024  # more would not start, or only wait for each other
 DEFAULT_MODEL = "qwen2.5-coder-1.5b"
 COLOURS = ("drafts", "always", "never")
 

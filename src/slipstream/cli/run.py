@@ -12,6 +12,7 @@ import typer
 from slipstream.cli.request import (
     COLOURS,
     DEFAULT_MODEL,
+    MOST_THREADS,
     Request,
     checked,
     one_prompt,
@@ -139,8 +140,8 @@ def run(
     check_spec(drafter)
     build_controller(controller, 0)
     sampling = checked({name: value for name, value in given.items() if value is not None})
-    if threads is not None and threads < 1:
-        raise ParameterError(f"threads must be at least 1, not {threads}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ParameterError(f"threads must be from 1 to {MOST_THREADS}, not {threads}")
     if context is not None and context < 2:
         raise ParameterError(f"context must be at least 2 tokens, not {context}")
     if no_chat_template and system is not None:

@@ -96,7 +96,14 @@ class AcceptanceCounts(_Model):
 
     @property
     def acceptance(self) -> Acceptance:
-        return Acceptance(self.passes, tuple(self.drafted_at), tuple(self.tested_at), tuple(self.accepted_at))
+        """With a count of nothing for every level that was asked for and never drafted."""
+
+        def padded(counts: list[int]) -> tuple[int, ...]:
+            return (*counts, *[0] * (self.depth - len(counts)))
+
+        return Acceptance(
+            self.passes, padded(self.drafted_at), padded(self.tested_at), padded(self.accepted_at)
+        )
 
 
 class PrefillSeconds(_Model):

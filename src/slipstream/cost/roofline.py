@@ -103,5 +103,16 @@ def extra_cost(
 
 
 def measured_regime(step: StepTime, rows: int, context: float = 0.0) -> str:
-    """Compute-bound where twice the tokens cost at least half as much again, whatever the data sheet says."""
-    return COMPUTE if extra_cost(step, rows, context, (1,))[1] >= 0.5 else MEMORY
+    """Compute-bound where further tokens cost at least half of what they would in proportion.
+
+    With T = memory + arithmetic · tokens that is where arithmetic takes the longer part. The mean over 1, 4
+    and 8 more tokens a row is taken, so that a single kink does not decide.
+    """
+    shares = [cost / k for k, cost in extra_cost(step, rows, context, (1, 4, 8)).items()]
+    return COMPUTE if sum(shares) / len(shares) >= 0.5 else MEMORY
+
+
+def spare_tokens(step: StepTime, rows: int, context: float = 0.0, price: float = 0.1, most: int = 16) -> int:
+    """How many more tokens a row can be verified before the step takes `price` longer, up to `most`."""
+    costs = extra_cost(step, rows, context, range(1, most + 1))
+    return next((k - 1 for k, cost in costs.items() if cost > price), most)

@@ -27,6 +27,8 @@ from slipstream.drafters.base import (
 )
 from slipstream.errors import ParameterError
 
+MOST_N = 1024  # what a longer suffix tells, a shorter one tells too
+
 
 @dataclass(frozen=True, slots=True)
 class NgramConfig:
@@ -43,9 +45,9 @@ class NgramConfig:
     branches: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_n <= self.max_n:
+        if not 1 <= self.min_n <= self.max_n <= MOST_N:
             raise ParameterError(
-                f"ngram needs 1 <= min_n <= max_n, not min_n={self.min_n}, max_n={self.max_n}"
+                f"ngram needs 1 <= min_n <= max_n <= {MOST_N}, not min_n={self.min_n}, max_n={self.max_n}"
             )
         if self.num_speculative_tokens < 0:
             raise ParameterError("ngram needs num_speculative_tokens of 0 or more")

@@ -29,6 +29,7 @@ from slipstream.drafters.base import (
 )
 from slipstream.errors import ParameterError
 
+MOST_K = 256  # later successors are next to never right, and each takes four bytes a token
 _ID = np.dtype(np.int32)
 # What share of tokens is the successor of each rank, as far as the default shape assumes; later ranks halve.
 RANKS = (0.5, 0.14, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)
@@ -51,8 +52,8 @@ class RecycleConfig:
     def __post_init__(self) -> None:
         if self.nodes < 0:
             raise ParameterError(f"recycle:nodes must be 0 or more, not {self.nodes}")
-        if self.k < 1:
-            raise ParameterError(f"recycle:k must be at least 1, not {self.k}")
+        if not 1 <= self.k <= MOST_K:
+            raise ParameterError(f"recycle:k must be from 1 to {MOST_K}, not {self.k}")
 
 
 def likeliest_choices(nodes: int, k: int) -> Choices:

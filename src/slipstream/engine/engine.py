@@ -26,8 +26,8 @@ from slipstream.drafters.none import NoConfig, NoDrafter
 from slipstream.engine.drafting import cut_budget, fit_draft, forced_draft
 from slipstream.engine.inputs import check_request
 from slipstream.engine.scheduler import Load, Scheduler
-from slipstream.errors import DrafterError, ParameterError, SlipstreamError
-from slipstream.logits.grammar import Grammar
+from slipstream.errors import DrafterError, ParameterError, met_by
+from slipstream.logits.grammar import Grammar, no_grammars
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.cache import WIDTH
 from slipstream.model.pack import PackRow
@@ -62,7 +62,7 @@ class Engine:
         vocab_size: int | None = None,
         eos_ids: Items[int] | frozenset[int] = (),
         decode: Decode | None = None,
-        grammars: Callable[[GrammarSpec], Grammar] | None = None,
+        grammars: Callable[[GrammarSpec], Grammar] = no_grammars,
         controller: Controller | str | None = None,
         max_rows: int = 8,
         context: int | None = None,
@@ -90,6 +90,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._read_groups: dict[int, int] = {}  # group -> a running sequence that has read its prompt
         self._next_id = 0
+        self._closed = False
         self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
         self.set_drafter(drafter, controller)
 
@@ -100,6 +101,7 @@ class Engine:
 
         The earlier drafter is not shut down; it may be set again.
         """
+        self._require_open()
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
         drafter = drafter or self._plain
@@ -112,9 +114,8 @@ class Engine:
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
     ) -> int:
         """Queue a request; gives its id. Sequences of one `group` have the same prompt."""
-        room = check_request(prompt, params, self.runner.vocab_size, self.context)
-        if params.stop and self._decode is None:
-            raise ParameterError("stop strings need a tokenizer; use stop_token_ids")
+        self._require_open()
+        check_request(prompt, params, self.runner.vocab_size, self.context, self._decode is not None)
         seed = params.seed if seed is None else seed
         sequence = Sequence(
             id=self._next_id,
@@ -122,22 +123,17 @@ class Engine:
             params=params,
             seed=secrets.randbits(63) if seed is None else seed,
             eos_ids=self.eos_ids,
-            room=room,
+            room=self.context - len(prompt),
             stream=TextStream(self._decode, params.stop) if self._decode else None,
             group=group,
             lossy=self.lossy,
         )
-        grammar = None if params.grammar is None else self._grammar(params.grammar)
+        grammar = None if params.grammar is None else self.grammars(params.grammar)
         pipeline = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt), grammar)
         self._scheduler.add(sequence)
         self._pipelines[sequence.id] = pipeline
         self._next_id += 1
         return sequence.id
-
-    def _grammar(self, spec: GrammarSpec) -> Grammar:
-        if self.grammars is None:
-            raise ParameterError("a grammar needs a tokenizer; load the model with slipstream.load")
-        return self.grammars(spec)
 
     def cancel(self, seq_id: int) -> None:
         """End a request; takes effect at the next step's boundary, unknown ids are ignored."""
@@ -291,11 +287,8 @@ class Engine:
         views = build_views(seen, output.logits)
         verdicts = []
         for w, view in zip(work, views, strict=True):
-            try:
+            with met_by(w.sequence.id):
                 verdicts.append(self._rule(w.draft)(w.draft, view))
-            except SlipstreamError as error:
-                error.seq_id = w.sequence.id
-                raise
         chosen_logprobs = [
             seen_row.pipeline.chosen_logprobs(
                 output.logits[span.start : span.end],
@@ -380,13 +373,20 @@ class Engine:
             yield from self.step()
 
     def abandon(self, only: Items[int] | None = None) -> None:
-        """Forget every request, or these, wherever they are and whatever a failed step left of them."""
+        """Forget every request, or these, wherever they are; who still holds one sees it cancelled."""
         for sequence in list(self._scheduler):
             if only is None or sequence.id in only:
+                if not sequence.finished:
+                    sequence.cancel()
                 self._retire(sequence)
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ParameterError("this session is closed; load the model again")
+
     def close(self) -> None:
-        """Free everything. The model gets its own attention back."""
+        """Free everything. The model gets its own attention back, so nothing can be decoded any more."""
+        self._closed = True
         try:
             self.abandon()
             self.drafter.shutdown()

@@ -52,26 +52,32 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_o
     return list(encoded["input_ids"])
 
 
-def check_request(prompt: Sequence[int], params: SamplingParams, width: int, context: int) -> int:
-    """How many tokens may follow the prompt. width: of a logit row. Raises ParameterError for tokens that do
-    not exist, CapacityError for a prompt that does not fit."""
+def need_tokenizer(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise ParameterError("text and chats need a tokenizer; give token ids, or pass a tokenizer")
+    return tokenizer
+
+
+def check_request(
+    prompt: Sequence[int], params: SamplingParams, vocab_size: int, context: int, has_text: bool
+) -> None:
+    """Refuse what could never be decoded: CapacityError if the context is too small, else ParameterError.
+
+    vocab_size: rows of the model's embedding. has_text: whether tokens can be decoded, as stop strings need.
+    """
     if not prompt:
         raise ParameterError("the prompt is empty; give at least one token")
-    bad = next((t for t in prompt if not 0 <= t < width), None)
+    bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
     if bad is not None:
-        raise ParameterError(f"prompt token {bad} is outside the model's vocabulary of {width}")
-    if len(prompt) >= context:
+        raise ParameterError(f"prompt token {bad} is outside the model's vocabulary of {vocab_size}")
+    room = context - len(prompt)
+    if room < 1:
         raise CapacityError(
             f"the prompt has {len(prompt)} tokens and the context holds {context}, with at least one"
             " to generate; shorten the prompt"
         )
     for token in (*params.logit_bias, *params.stop_token_ids):
-        if not 0 <= token < width:
-            raise ParameterError(f"token id {token} is outside the vocabulary of {width}")
-    return context - len(prompt)
-
-
-def need_tokenizer(tokenizer: Any) -> Any:
-    if tokenizer is None:
-        raise ParameterError("text and chats need a tokenizer; give token ids, or pass a tokenizer")
-    return tokenizer
+        if not 0 <= token < vocab_size:
+            raise ParameterError(f"token id {token} is outside the vocabulary of {vocab_size}")
+    if params.stop and not has_text:
+        raise ParameterError("stop strings need a tokenizer; use stop_token_ids")

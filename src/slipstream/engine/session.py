@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
@@ -58,6 +59,7 @@ class Session:
         self.info = info
         self.defaults = defaults
         self._built: list[Drafter] = [engine.drafter]
+        self._streams: dict[int, deque[Event]] = {}  # what open streams have not given yet, by sequence
 
     # -- drafters -------------------------------------------------------------------------------
 
@@ -102,8 +104,8 @@ class Session:
         try:
             for prompt, one in zip(encoded, many, strict=True):
                 groups.append(self._add(prompt, one))
-            for _ in self.engine.run():
-                pass
+            while self.engine.has_work:
+                self._step()
         except BaseException:
             self.cancel([row for group in groups for row in group])
             raise
@@ -122,11 +124,22 @@ class Session:
         if one.n != 1:
             raise ParameterError(f"stream gives one answer, n must be 1, not {one.n}")
         (row,) = self._add(encode(self.tokenizer, prompt, **template), one)
+        told = self._streams[row.id] = deque()
         try:
-            while not row.finished:
-                yield from (e for e in self.engine.step() if e.seq_id == row.id)
+            while told or not row.finished:
+                if told:
+                    yield told.popleft()
+                else:
+                    self._step()
         finally:
+            del self._streams[row.id]
             self.cancel([row])
+
+    def _step(self) -> None:
+        """One step; open streams get what is theirs, whoever asked for the step."""
+        for event in self.engine.step():
+            if event.seq_id in self._streams:
+                self._streams[event.seq_id].append(event)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, **template: Any) -> list[Row]:
         """Queue one prompt and give its n live sequences, for callers that drive `engine.step` themselves."""

@@ -68,12 +68,19 @@ def _vllm(plan: DeployPlan) -> Settings:
     options = vllm_arguments(plan)
     speculative = vllm_speculative(plan)
     command = ["vllm", "serve", plan.target]
-    for name, value in options.items():
-        command += ["--" + name, str(value)]
+    command += _words(options)
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
         options["speculative-config"] = speculative
     return Settings(plan, command, speculative, {"model": plan.target, **options}, notes=_notes(plan))
+
+
+def _words(options: Mapping[str, Any]) -> list[str]:
+    """Options as words; True is a bare flag."""
+    words = list[str]()
+    for name, value in options.items():
+        words += ["--" + name] if value is True else ["--" + name, str(value)]
+    return words
 
 
 def _notes(plan: DeployPlan) -> tuple[str, ...]:
@@ -161,8 +168,8 @@ def _sglang(plan: DeployPlan) -> Settings:
         elif plan.drafter == "ngram":
             notes.append("the window of n-grams is SGLang's own: prompt_lookup_min and _max are not used")
     command = ["python", "-m", "sglang.launch_server", "--model-path", plan.target]
-    for name, value in options.items():
-        command += ["--" + name] if value is True else ["--" + name, str(value)]
+    options |= plan.extra_options
+    command += _words(options)
     return Settings(plan, command, None, {"model-path": plan.target, **options}, files, tuple(notes))
 
 
@@ -208,6 +215,6 @@ def _llamacpp(plan: DeployPlan) -> Settings:
     if plan.tensor_parallel > 1:
         notes.append("llama.cpp splits layers over GPUs by itself; tensor_parallel is not used")
     command = ["llama-server", "--model", plan.target]
-    for name, value in options.items():
-        command += ["--" + name] if value is True else ["--" + name, str(value)]
+    options |= plan.extra_options
+    command += _words(options)
     return Settings(plan, command, None, {"model": plan.target, **options}, {}, tuple(notes))

@@ -63,7 +63,7 @@ def vllm_arguments(plan: DeployPlan) -> dict[str, Any]:
     ):
         if value is not None:
             options[name] = value
-    return options
+    return options | plan.extra_options
 
 
 def _require(table: str, name: str, plan: DeployPlan) -> None:

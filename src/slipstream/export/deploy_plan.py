@@ -47,6 +47,7 @@ class DeployPlan(BaseModel):
     heterogeneous_vocab: bool = False
     probabilistic: bool = False
     max_running: int | None = Field(default=None, ge=1)
+    extra: dict[str, str | int | float | bool] = Field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     name: str = Field(default="slipstream-target", pattern=r"^[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?$")
@@ -74,6 +75,11 @@ class DeployPlan(BaseModel):
     @property
     def parsed_engine(self) -> Engine:
         return parse_engine(self.engine)
+
+    @property
+    def extra_options(self) -> dict[str, str | int | float | bool]:
+        """`extra` without what is set to false, which is how an option is left out."""
+        return {name: value for name, value in self.extra.items() if value is not False}
 
     @property
     def lengths(self) -> BatchLengths | None:

@@ -142,7 +142,6 @@ def medusa_package(heads: MedusaHeads, target: ModelParts) -> Package:
         raise DrafterError(
             "vLLM builds Medusa's own output heads over the whole vocabulary, and these draft"
             f" {heads.vocab.size} of {config.vocab_size} tokens: train them with output=target, or over all"
-            " tokens"
         )
     raw: dict[str, Any] = {
         "model_type": "medusa",

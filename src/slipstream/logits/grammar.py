@@ -87,6 +87,11 @@ class Grammar:
         return taken == len(rest)
 
 
+def no_grammars(spec: GrammarSpec) -> Grammar:
+    """Where there is no tokenizer."""
+    raise ParameterError(f"a {spec.kind} needs a tokenizer; load the model with slipstream.load")
+
+
 class Grammars:
     """Compiles grammars for one tokenizer. Compiled ones are kept, so what was checked once is there at once.
     For any thread.

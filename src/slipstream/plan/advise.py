@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from slipstream.cost.accept import Sample
 from slipstream.cost.model import Prediction, best_length, expect, predict, simple_rule, speedup
-from slipstream.cost.roofline import extra_cost, measured_regime
+from slipstream.cost.roofline import extra_cost, measured_regime, spare_tokens
 from slipstream.plan.rules import Check, Rule, check_rules, checklist
 from slipstream.plan.setup import ALL, FREE, Candidate, Setup
 
@@ -51,14 +51,15 @@ class Option:
 class BatchAdvice:
     """One batch size. best: None where nothing pays.
 
-    extra: what verifying 1, 4, 8, 16 more tokens a row adds, as a share of the plain step. first_token:
-    seconds to the first token, which waits for no drafter. tasks: the best of each task.
+    extra: what verifying 1, 4, 8, 16 more tokens a row adds, as a share of the plain step. spare: how many
+    more add at most 10 %. first_token: seconds to it, which waits for no drafter. tasks: the best of each.
     """
 
     batch: int
     regime: str
     intensity: float | None
     extra: dict[int, float]
+    spare: int
     plain: Prediction
     cost: float | None
     memory: float
@@ -148,7 +149,7 @@ def _best(setup: Setup, candidate: Candidate, sample: Sample, batch: int, task: 
         if task != ALL and task not in samples:
             continue
         counted = samples[task] if task != ALL else _together(samples)
-        tree = expect(setup.costs, candidate.draft, counted, batch, counted.total.depth, nodes)
+        tree = expect(setup.costs, candidate.draft, counted, batch, len(counted.total.drafted), nodes)
         found = max(found, tree, key=lambda p: p.speedup)
     return found
 
@@ -216,6 +217,7 @@ def _batch(setup: Setup, batch: int) -> BatchAdvice:
         else measured_regime(setup.step, batch, setup.context),
         intensity=line.intensity(batch, 1, setup.context) if line else None,
         extra=extra_cost(setup.step, batch, setup.context),
+        spare=spare_tokens(setup.step, batch, setup.context),
         plain=plain,
         cost=_cost(setup, plain.rate),
         memory=memory,

@@ -64,9 +64,10 @@ def _style() -> Iterator[None]:
 def _figure(panels: int = 1) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
-    columns = min(panels, 3)
+    columns = panels if panels == 4 else min(panels, 3)
     rows = -(-panels // columns)
-    figure = Figure(figsize=(_WIDTH * min(columns, 2) * (0.75 if columns == 3 else 1.0), _HEIGHT * rows))
+    width = _WIDTH if panels == 1 else 2 * _WIDTH  # a page shows several side by side over its whole width
+    figure = Figure(figsize=(width, _HEIGHT * rows))
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True).ravel().tolist()
     for unused in axes[panels:]:
         unused.set_visible(False)
@@ -163,7 +164,7 @@ def by_batch(advice: Advice) -> Figure:
     if advice.looked_to > 16:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set(xlabel="batch (sequences decoded at once)", ylabel="times as fast as plain, at the best length")
+    axes.set(xlabel="batch (sequences decoded at once)", ylabel="times as fast as plain")
     axes.set_ylim(bottom=min(0.95, axes.get_ylim()[0]))
     axes.legend(loc="best")
     return figure
@@ -205,6 +206,9 @@ def curve_chart(axes: Axes, curve: StepCurve) -> None:
             tokens, seconds * 1e3, yerr=1.96 * errors * 1e3, color=_colour(i), label=label, marker="o", ms=3,
             capsize=2, elinewidth=0.8,
         )  # fmt: skip
+    if max(p.tokens for p in curve.points) > 32:  # kinks lie among the few tokens
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     marked = set()
     for jump in curve.jumps():
         if jump.tokens not in marked:
@@ -280,12 +284,15 @@ def drawings(advice: Advice) -> Sequence[tuple[str, str, Callable[[], Figure]]]:
             "Flat is memory-bound: more tokens ride along for free. Rising is compute-bound.",
             lambda: step_time(advice),
         ),
-        (
-            "What is accepted",
-            "Share of drafted tokens accepted at each position, counting only drafts that got that far.",
-            lambda: acceptance(advice),
-        ),
     ]
+    if not advice.setup.estimate:
+        found.append(
+            (
+                "What is accepted",
+                "Share of drafted tokens accepted at each position, counting only drafts that got that far.",
+                lambda: acceptance(advice),
+            )
+        )
     if advice.setup.price is not None:
         found.append(("What it costs", "At the price and batch sizes asked.", lambda: cost(advice)))
     return found

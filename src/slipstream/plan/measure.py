@@ -246,7 +246,7 @@ def _drafters(
     answers: list[Recorded] | None = None
     for spec in specs:
         before = session.engine.memory_bytes
-        drafter = session.use(spec, f"fixed:num_speculative_tokens={max(plan.depths)}")
+        drafter = session.use(spec)
         added = max(session.engine.memory_bytes - before, 0)
         progress.stage(f"measuring {spec}", 0)
         runs = [_run(session, asked, rows, depth, plan, spec) for rows in plan.rows for depth in plan.depths]
@@ -254,21 +254,24 @@ def _drafters(
         for run in runs:
             found.drafts += run.drafts
             found.overhead += run.overhead
-        depth = max(plan.depths)
-        if drafter.learns:  # what it knows of these prompts by now, it would not know in earnest
-            drafter = session.use(spec)
-        progress.stage(f"counting what {spec} gets accepted on {len(asked)} prompts", 0)
-        counts = _replayed(session, drafter, answers, depth)
-        if counts is None:
-            session.use(drafter, f"fixed:num_speculative_tokens={depth}")
-            counts, told, reading = _answers(session, asked, plan)
-            answers = answers or told
-            found.prefill += [PrefillSeconds(model=spec, tokens=t, seconds=[s]) for t, s in reading if s > 0]
-        found.acceptance += [
-            AcceptanceCounts.of(c, drafter=spec, task=p.task, prompt=p.name, depth=depth)
-            for p, c in zip(prompts, counts, strict=True)
-            if c.passes
-        ]
+        for depth in _counted_depths(drafter, plan):
+            if drafter.learns:  # what it knows of these prompts by now, it would not know in earnest
+                drafter = session.use(spec)
+            nodes = _nodes(drafter, depth)
+            progress.stage(f"counting what {spec} gets accepted on {len(asked)} prompts", 0)
+            counts = _replayed(session, drafter, answers, _fixed(depth, nodes))
+            if counts is None:
+                session.use(drafter, _fixed(depth, nodes))
+                counts, told, reading = _answers(session, asked, plan)
+                answers = answers or told
+                found.prefill += [
+                    PrefillSeconds(model=spec, tokens=t, seconds=[s]) for t, s in reading if s > 0
+                ]
+            found.acceptance += [
+                AcceptanceCounts.of(c, drafter=spec, task=p.task, prompt=p.name, depth=depth, nodes=nodes)
+                for p, c in zip(prompts, counts, strict=True)
+                if c.passes
+            ]
         size = torch.finfo(next(session.engine.runner.model.parameters()).dtype).bits // 8
         found.drafters.append(
             DrafterInfo(
@@ -286,15 +289,29 @@ def _chat(prompt: TaskPrompt) -> Any:
     return [{"role": "user", "content": prompt.prompt}]
 
 
+def _nodes(drafter: Drafter, depth: int) -> int:
+    """Drafted tokens of a draft so deep: as many a level as the drafter's own trees have; a chain has one."""
+    return max(depth, round(depth * drafter.draft_nodes / max(drafter.num_speculative_tokens, 1)))
+
+
+def _fixed(depth: int, nodes: int) -> str:
+    return f"fixed:num_speculative_tokens={depth},nodes={nodes}"
+
+
+def _counted_depths(drafter: Drafter, plan: Plan) -> tuple[int, ...]:
+    """A shorter chain is a front part of the longest; a smaller tree is not one of a larger."""
+    return plan.depths if _nodes(drafter, 16) > 16 else (max(plan.depths),)
+
+
 def _replayed(
-    session: Session, drafter: Drafter, answers: Sequence[Recorded] | None, depth: int
+    session: Session, drafter: Drafter, answers: Sequence[Recorded] | None, controller: str
 ) -> list[DraftCounts] | None:
     """Counts without the target; None where there are no answers yet or the drafter needs the target."""
     if answers is None:
         return None
     session.use("none")
     try:
-        return replay(drafter, answers, f"fixed:num_speculative_tokens={depth}")
+        return replay(drafter, answers, controller)
     except DrafterError:
         return None
 
@@ -311,9 +328,8 @@ def _run(
 ) -> _Run:
     """Repeats of the drafter's part of a step with so many rows, each asked for drafts of `depth`."""
     engine, run, seconds = session.engine, _Run(), list[float]()
-    nodes = engine.drafter.draft_nodes
-    nodes = max(depth, round(depth * nodes / max(engine.drafter.num_speculative_tokens, 1)))
-    engine.set_drafter(engine.drafter, f"fixed:num_speculative_tokens={depth},nodes={nodes}")
+    nodes = _nodes(engine.drafter, depth)
+    engine.set_drafter(engine.drafter, _fixed(depth, nodes))
     # Long enough that the budget is never cut by what remains.
     tokens = 2 * (plan.rounds + _WARM + 1) * (depth + 1)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -347,7 +363,6 @@ def _answers(
 ) -> tuple[list[DraftCounts], list[Recorded], list[tuple[int, float]]]:
     """Counts and answer of every prompt, one after the other, and what the drafter took to read it."""
     engine = session.engine
-    engine.set_drafter(engine.drafter, f"fixed:num_speculative_tokens={max(plan.depths)}")
     counts, told, reading = [], [], []
     params = SamplingParams(max_tokens=plan.tokens)
     for prompt in asked:

@@ -72,6 +72,7 @@ def _batch(b: BatchAdvice) -> dict[str, Any]:
         "batch": b.batch,
         "regime": b.regime,
         "operations_per_byte": b.intensity,
+        "spare_tokens": b.spare,
         "extra_verify_cost": {str(k): v for k, v in b.extra.items()},
         "plain": {"step_seconds": b.plain.step_seconds, "tokens_per_second": b.plain.rate},
         "cost_per_million_before": b.cost,

@@ -121,12 +121,13 @@ def described(
     price: float | None = None,
     context: int = 1024,
     prompt_tokens: int | None = None,
-    trials: float = 1e9,
+    trials: float = 200,
 ) -> Setup:
     """From data sheets and config.json files, by roofline: an estimate.
 
     acceptance: conditional rates by position, one list for all drafts or one each. Without drafts the
-    candidate is a drafter without a model (`ngram`) with the one list's acceptance.
+    candidate is a drafter without a model (`ngram`) with the one list's acceptance. trials: intervals are as
+    if the acceptance had been counted over so many drafts.
     """
     wanted = max(len(drafts), 1)
     if len(acceptance) not in (1, wanted):
@@ -177,7 +178,7 @@ def described(
         bandwidth=machine.bandwidth * machine.reached_bandwidth,
         flops=machine.flops_of(target.dtype) * machine.reached_flops,
         roofline=line,
-        assumptions=_assumptions(machine, price),
+        assumptions=_assumptions(machine, price, trials),
     )
 
 
@@ -193,12 +194,13 @@ def _same_vocabulary(target: int, draft: int) -> bool | None:
     return None if abs(target - draft) < 0.01 * target else False
 
 
-def _assumptions(machine: Machine, price: float | None) -> tuple[str, ...]:
+def _assumptions(machine: Machine, price: float | None, trials: float) -> tuple[str, ...]:
     told = [
         f"kernels reach {machine.reached_bandwidth:.0%} of the bandwidth and {machine.reached_flops:.0%} of"
         " the arithmetic of the data sheet",
         f"a layer costs {machine.layer_seconds * 1e6:g} µs beside that",
-        "acceptance is as given, not measured, and the same for every task",
+        f"acceptance is as given, for every task; intervals are as if it came from {trials:g} drafts, and"
+        " hold no error of the data sheet",
     ]
     if price is None and machine.price is not None:
         told.append(

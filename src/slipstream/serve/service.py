@@ -17,6 +17,7 @@ from starlette.responses import Response
 from slipstream.core.params import GrammarSpec, SamplingParams
 from slipstream.engine.session import Session
 from slipstream.errors import ParameterError, SlipstreamError
+from slipstream.logits.grammar import Grammar, Grammars
 from slipstream.serve import report
 from slipstream.serve.answer import ChatWriter, CompletionWriter, Writer
 from slipstream.serve.chat import Prompts
@@ -156,8 +157,6 @@ class Service:
             return params
         param = "response_format" if asked else "tools"
         try:
-            if self._grammars is None:
-                raise ParameterError("this model has no tokenizer for grammars")
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiler, self._grammars, spec)
             return params.with_(grammar=spec)
@@ -260,10 +259,10 @@ class Service:
         log.info(json.dumps(facts))
 
 
-def _table(grammars: Any) -> Any | None:
+def _table(grammars: Callable[[GrammarSpec], Grammar]) -> Any | None:
     """None for a tokenizer that llguidance cannot read: there are no grammars then, and bytes are guessed."""
     try:
-        return None if grammars is None else grammars.table
+        return grammars.table if isinstance(grammars, Grammars) else None
     except ParameterError as error:
         logging.getLogger("slipstream.serve").warning("no grammars: %s", error)
         return None
