@@ -14,6 +14,7 @@ from slipstream.drafters import TargetInfo, build_drafter, configure
 from slipstream.engine.engine import Engine
 from slipstream.engine.session import Session
 from slipstream.errors import ParameterError
+from slipstream.logits.grammar import Grammars
 from slipstream.model.generation import GenerationDefaults
 from slipstream.model.load import LoadedModel
 from slipstream.model.load import load as load_model
@@ -73,6 +74,7 @@ def load(
             vocab_size=info.vocab_size,
             eos_ids=info.eos_ids,
             decode=lambda ids: loaded.tokenizer.decode(list(ids), skip_special_tokens=True),
+            grammars=Grammars(loaded.tokenizer, info.vocab_size, info.eos_ids),
             controller=controller,
             max_rows=max_rows,
             context=context,

@@ -6,9 +6,28 @@ The command line prints `str(error)` on one line and exits with status 2; a libr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class SlipstreamError(Exception):
-    """Base of all errors that the user can mend. The message is complete by itself."""
+    """Base of all errors that the user can mend. The message is complete by itself.
+
+    seq_id: the one sequence of a step that met it, whose end lets the others go on; None where it is not
+    one sequence's own.
+    """
+
+    seq_id: int | None = None
+
+
+@contextmanager
+def met_by(seq_id: int) -> Iterator[None]:
+    """Marks errors that pass with the sequence whose own they are."""
+    try:
+        yield
+    except SlipstreamError as error:
+        error.seq_id = seq_id
+        raise
 
 
 class ParameterError(SlipstreamError, ValueError):

@@ -29,6 +29,7 @@ from slipstream.cli.models import models
 from slipstream.cli.plan import plan
 from slipstream.cli.pull import pull
 from slipstream.cli.run import run
+from slipstream.cli.serve import serve
 from slipstream.cli.tune_medusa import tune_medusa
 from slipstream.cli.tune_selfspec import tune_selfspec
 from slipstream.cli.watch import watch
@@ -37,6 +38,7 @@ from slipstream.version import __version__
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run,
+    "serve": serve,
     "pull": pull,
     "models": models,
     "drafters": drafters,

@@ -9,8 +9,8 @@ Everything else (a bad guess, an empty draft, one that is too long) costs time a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.estimate import MemoryEstimate
@@ -55,6 +55,18 @@ class Needs:
     last_hidden: bool = False
     node_logits: bool = False
     reads_prompt: bool = False
+
+    @classmethod
+    def union(cls, parts: Iterable[Needs]) -> Needs:
+        """Of a drafter made of parts. It reads the prompt first if all of them do: a part that does waits for
+        the first token by itself, so that the others need not."""
+        wanted = list(parts)
+        return cls(
+            hidden_layers=tuple(sorted({layer for n in wanted for layer in n.hidden_layers})),
+            last_hidden=any(n.last_hidden for n in wanted),
+            node_logits=any(n.node_logits for n in wanted),
+            reads_prompt=all(n.reads_prompt for n in wanted),
+        )
 
 
 @dataclass(frozen=True)
@@ -171,6 +183,15 @@ class Observation:
     accepted: tuple[int, ...] = ()
     node_logits: torch.Tensor | None = None
     next_token: int | None = None
+
+    def only(self, needs: Needs) -> Observation:
+        """What a drafter that declared no more than `needs` is told."""
+        wanted: set[int | str] = {*needs.hidden_layers, *(("last",) if needs.last_hidden else ())}
+        return replace(
+            self,
+            features={k: v for k, v in self.features.items() if k in wanted},
+            node_logits=self.node_logits if needs.node_logits else None,
+        )
 
 
 class Drafter(ABC):

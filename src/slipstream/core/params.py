@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.errors import ParameterError
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an answer must look like. source: a JSON schema as JSON text, a regular expression, or Lark."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_schema", "regex", "lark"):
+            raise ParameterError(f"a grammar is json_schema, regex or lark, not {self.kind!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +28,8 @@ class SamplingParams:
     max_tokens None means: as far as the context reaches. top_k 0 and top_p 1.0 are off. stop holds
     strings, whose text is cut from the output; stop_token_ids ends at a token. logit_bias adds to
     raw logits by token id. bad_words may never appear; they are token id sequences (`Session.bad_words`
-    makes them of strings). min_tokens forbids EOS and stop tokens before that many tokens. logprobs asks
+    makes them of strings). min_tokens forbids EOS and stop tokens before that many tokens. grammar: only what
+    it allows can be said, and the answer ends where it does. logprobs asks
     for the log-probabilities of the chosen token and of that many alternatives, of the model's raw law.
     seed None draws a fresh one for each request.
     """
@@ -35,6 +48,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None
     logprobs: int | None = None
     n: int = 1
     seed: int | None = None
@@ -108,6 +122,10 @@ class SamplingParams:
                 f"logprobs must be between 0 and 1000 alternatives, not {self.logprobs}",
             ),
             (_whole(self.n, 1), f"n must be a whole number of at least 1, not {self.n}"),
+            (
+                self.grammar is None or not (self.min_tokens or self.ignore_eos),
+                "min_tokens and ignore_eos contradict a grammar, which says itself where an answer may end",
+            ),
             (
                 self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool)),
                 f"seed must be a whole number, not {self.seed!r}",

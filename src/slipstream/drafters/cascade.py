@@ -81,14 +81,7 @@ class CascadeDrafter(Drafter):
         if trees and given is None:
             self.draft_nodes = sum(sizes) if config.mode == "merge" else max(sizes)
         self.learns = any(part.learns for part in self.parts)
-        wanted = [part.needs for part in self.parts]
-        # A part that reads the prompt waits for the first token by itself, so that the others need not.
-        self.needs = Needs(
-            hidden_layers=tuple(sorted({layer for n in wanted for layer in n.hidden_layers})),
-            last_hidden=any(n.last_hidden for n in wanted),
-            node_logits=any(n.node_logits for n in wanted),
-            reads_prompt=all(n.reads_prompt for n in wanted),
-        )
+        self.needs = Needs.union(part.needs for part in self.parts)
 
     @classmethod
     def predict_memory(cls, config: CascadeConfig, target: TargetShape) -> MemoryEstimate:
@@ -133,7 +126,7 @@ class CascadeDrafter(Drafter):
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for part in self.parts:
-            part.observe([_cut(seen, part.needs) for seen in observations])
+            part.observe([seen.only(part.needs) for seen in observations])
 
     def close(self, seq_id: int) -> None:
         for part in self.parts:
@@ -215,13 +208,3 @@ def _merge(one: Draft, other: Draft) -> Draft:
             drafted[path] = tuple(dict.fromkeys((*drafted.get(path, ()), *names)))
     sources = tuple(drafted.get(tree.path_tokens(node), ()) for node in range(len(tree)))
     return Draft(tree, scores=scores, source=f"{one.source}+{other.source}", sources=sources)
-
-
-def _cut(seen: Observation, needs: Needs) -> Observation:
-    """What a part that declared `needs` would have been told alone."""
-    wanted: set[int | str] = {*needs.hidden_layers, *(("last",) if needs.last_hidden else ())}
-    return replace(
-        seen,
-        features={k: v for k, v in seen.features.items() if k in wanted},
-        node_logits=seen.node_logits if needs.node_logits else None,
-    )

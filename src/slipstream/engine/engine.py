@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
@@ -17,16 +17,19 @@ from typing import Any
 
 from slipstream.control import Controller, RowOutcome, RowState, build_controller
 from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest, Observation
-from slipstream.core.params import SamplingParams
+from slipstream.core.params import GrammarSpec, SamplingParams
 from slipstream.core.sequence import Event, Sequence, TokenLogprob
 from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.core.text import Decode, TextStream
 from slipstream.core.tree import TokenTree
 from slipstream.drafters.none import NoConfig, NoDrafter
+from slipstream.engine.drafting import cut_budget, fit_draft, forced_draft
 from slipstream.engine.inputs import check_request
-from slipstream.engine.scheduler import Scheduler
-from slipstream.errors import DrafterError, ParameterError
+from slipstream.engine.scheduler import Load, Scheduler
+from slipstream.errors import DrafterError, ParameterError, met_by
+from slipstream.logits.grammar import Grammar, no_grammars
 from slipstream.logits.pipeline import LogitsPipeline
+from slipstream.model.cache import WIDTH
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Output, Runner
 from slipstream.verify import Verdict, build_views, check_rule, choose_rule
@@ -45,8 +48,10 @@ class Engine:
     """Decodes many sequences at once with one drafter.
 
     vocab_size: ids that may be emitted (a head's padding is beyond it). decode turns token ids into
-    text; without it there is no text and no stop string. rule: see `verify.choose_rule`; one that changes
-    the output needs lossy=True, and `Engine.lossy` and every event say so. All methods are for one thread.
+    text; without it there is no text and no stop string. grammars compiles those of requests. rule: see
+    `verify.choose_rule`; one that changes the output needs lossy=True, and `Engine.lossy` and every event
+    say so. cache_tokens: most tokens cached for all rows together; a request waits until all it may come to
+    need is free. All methods are for one thread.
     """
 
     def __init__(
@@ -57,9 +62,11 @@ class Engine:
         vocab_size: int | None = None,
         eos_ids: Items[int] | frozenset[int] = (),
         decode: Decode | None = None,
+        grammars: Callable[[GrammarSpec], Grammar] = no_grammars,
         controller: Controller | str | None = None,
         max_rows: int = 8,
         context: int | None = None,
+        cache_tokens: int | None = None,
         chunk: int = CHUNK,
         rule: str = "auto",
         lossy: bool = False,
@@ -77,7 +84,8 @@ class Engine:
         self.counts = DraftCounts()
         self.seconds = Seconds()
         self._decode = decode
-        self._scheduler = Scheduler(max_rows, chunk)
+        self.grammars = grammars
+        self._scheduler = Scheduler(max_rows, chunk, cache_tokens, WIDTH)
         self._pipelines: dict[int, LogitsPipeline] = {}
         self._cancelled: set[int] = set()
         self._read_groups: dict[int, int] = {}  # group -> a running sequence that has read its prompt
@@ -120,9 +128,11 @@ class Engine:
             group=group,
             lossy=self.lossy,
         )
-        self._next_id += 1
-        self._pipelines[sequence.id] = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt))
+        grammar = None if params.grammar is None else self.grammars(params.grammar)
+        pipeline = LogitsPipeline(params, self.vocab_size, sequence.stop_ids, len(prompt), grammar)
         self._scheduler.add(sequence)
+        self._pipelines[sequence.id] = pipeline
+        self._next_id += 1
         return sequence.id
 
     def cancel(self, seq_id: int) -> None:
@@ -137,6 +147,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return len(self._scheduler) > 0
+
+    @property
+    def load(self) -> Load:
+        """What is held and what waits now."""
+        return self._scheduler.load
+
+    def limit_cache(self, tokens: int | None) -> None:
+        """Admit no more than fit into this many cached tokens from now on."""
+        self._scheduler.cache_tokens = tokens
 
     @property
     def memory_bytes(self) -> int:
@@ -222,18 +241,27 @@ class Engine:
         states = [RowState(s.id, len(s.tokens), s.remaining) for s in rows]
         budgets = []
         for sequence, budget in zip(rows, self.controller.plan(states), strict=True):
-            depth = min(budget.depth, sequence.remaining - 1, self.context - len(sequence.tokens))
+            room = self._room(sequence)
             if self.drafter.needs.reads_prompt and sequence.num_output == 0:
-                depth = 0  # the first token must not wait until the drafter has read the prompt
-            budgets.append(Budget(max(depth, 0), budget.nodes if depth > 0 else 0, budget.stop_below))
+                room = 0  # the first token must not wait until the drafter has read the prompt
+            budgets.append(cut_budget(budget, room))
         return budgets
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens that may be drafted."""
+        return min(sequence.remaining - 1, self.context - len(sequence.tokens))
 
     def _propose(self, rows: list[Sequence], budgets: list[Budget]) -> list[_Work]:
         requests = [
             DraftRequest(s.id, s.tokens, len(s.prompt), b, s.params, s.seed)
             for s, b in zip(rows, budgets, strict=True)
         ]
-        asked = [r for r in requests if r.budget.depth > 0]
+        draft_of = {}
+        for sequence, request in zip(rows, requests, strict=True):
+            draft = forced_draft(request, self._pipelines[sequence.id].grammar, self._room(sequence))
+            if draft is not None:
+                draft_of[sequence.id] = draft
+        asked = [r for r in requests if r.budget.depth > 0 and r.seq_id not in draft_of]
         clock = time.perf_counter()
         drafts = self.drafter.propose(asked) if asked else []
         self.seconds.drafter += time.perf_counter() - clock
@@ -241,30 +269,10 @@ class Engine:
             raise DrafterError(
                 f"drafter {self.drafter.name!r} gave {len(drafts)} drafts for {len(asked)} requests"
             )
-        draft_of = {r.seq_id: self._fit(r, d) for r, d in zip(asked, drafts, strict=True)}
+        for r, d in zip(asked, drafts, strict=True):
+            grammar = self._pipelines[r.seq_id].grammar
+            draft_of[r.seq_id] = fit_draft(r, d, self.vocab_size, self.drafter.name, grammar)
         return [_Work(s, draft_of.get(s.id) or Draft(TokenTree.root(s.tokens[-1]))) for s in rows]
-
-    def _fit(self, request: DraftRequest, draft: Draft) -> Draft:
-        """Cut a draft to its budget and to tokens that exist.
-
-        The budget is cut without looking at tokens. Ids outside the vocabulary are dropped, which is
-        exact for point masses; a sampled draft that holds one was not drawn from its q.
-        """
-        tree = draft.tree
-        if tree.tokens[0] != request.root:
-            raise DrafterError(
-                f"drafter {self.drafter.name!r} rooted its draft at token {tree.tokens[0]},"
-                f" the root is {request.root}"
-            )
-        draft = draft.truncate(request.budget.depth, request.budget.nodes)
-        inside = [n for n, t in enumerate(draft.tree.tokens) if n == 0 or 0 <= t < self.vocab_size]
-        if len(inside) < len(draft.tree):
-            if draft.q is not None:
-                raise DrafterError(
-                    f"drafter {self.drafter.name!r} drew a token outside the target's vocabulary"
-                )
-            draft = draft.select(inside)
-        return draft
 
     def _verify(self, work: list[_Work]) -> tuple[Output, list[Verdict], list[list[TokenLogprob]]]:
         clock = time.perf_counter()
@@ -277,20 +285,18 @@ class Engine:
         rows_of = [(w.sequence, w.draft.tree, span.start) for w, span in zip(work, spans, strict=True)]
         seen = [ViewRow(self._pipelines[s.id], s.tokens, tree, s.seed, start) for s, tree, start in rows_of]
         views = build_views(seen, output.logits)
-        verdicts = [self._rule(w.draft)(w.draft, view) for w, view in zip(work, views, strict=True)]
-        chosen_logprobs = []
-        for w, span, verdict in zip(work, spans, verdicts, strict=True):
-            rows: list[TokenLogprob] = []
-            if w.sequence.params.logprobs is not None:
-                parents = (0, *verdict.path)
-                chosen = (*(w.draft.tree.tokens[n] for n in verdict.path), verdict.token)
-                for node, token in zip(parents, chosen, strict=True):
-                    rows.append(
-                        self._pipelines[w.sequence.id].logprobs(
-                            output.logits[span.start + node], token, w.sequence.params.logprobs
-                        )
-                    )
-            chosen_logprobs.append(rows)
+        verdicts = []
+        for w, view in zip(work, views, strict=True):
+            with met_by(w.sequence.id):
+                verdicts.append(self._rule(w.draft)(w.draft, view))
+        chosen_logprobs = [
+            seen_row.pipeline.chosen_logprobs(
+                output.logits[span.start : span.end],
+                (0, *verdict.path),
+                (*(w.draft.tree.tokens[n] for n in verdict.path), verdict.token),
+            )
+            for w, seen_row, span, verdict in zip(work, seen, spans, verdicts, strict=True)
+        ]
         return output, verdicts, chosen_logprobs
 
     def _commit(
@@ -366,12 +372,13 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
-    def abandon(self) -> None:
-        """Forget every request, wherever it is; who still holds one sees it cancelled."""
+    def abandon(self, only: Items[int] | None = None) -> None:
+        """Forget every request, or these, wherever they are; who still holds one sees it cancelled."""
         for sequence in list(self._scheduler):
-            if not sequence.finished:
-                sequence.cancel()
-            self._retire(sequence)
+            if only is None or sequence.id in only:
+                if not sequence.finished:
+                    sequence.cancel()
+                self._retire(sequence)
 
     def _require_open(self) -> None:
         if self._closed:

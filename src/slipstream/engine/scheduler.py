@@ -1,6 +1,7 @@
 """Who reads its prompt, who decodes, who waits. Knows token counts only.
 
-First come, first served. A sequence is admitted when a slot is free, reads its prompt in chunks, then
+First come, first served. A sequence is admitted when a slot is free and the cache has room for all it may
+become (there is nothing to swap out to, so what runs can always end), reads its prompt in chunks, then
 decodes until it ends; its slot is free in the same step. Every step serves all decoding rows and
 at most one chunk's worth of prompt tokens, so a long prompt does not stop running streams.
 """
@@ -9,16 +10,35 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from slipstream.core.sequence import Sequence
+from slipstream.errors import CapacityError
+
+
+@dataclass(frozen=True)
+class Load:
+    """slots: for so many sequences. admitted: those that hold one, oldest first. waiting: how many wait for
+    one. reserved: cached tokens promised to the admitted, of `cache_tokens` (None: no limit)."""
+
+    slots: int
+    admitted: tuple[int, ...]
+    waiting: int
+    reserved: int
+    cache_tokens: int | None
 
 
 class Scheduler:
-    """max_rows: sequences that hold a slot at once. chunk: prompt tokens a step."""
+    """max_rows: sequences that hold a slot at once. chunk: prompt tokens a step.
 
-    def __init__(self, max_rows: int, chunk: int) -> None:
+    cache_tokens: cached tokens of all slots together, None without a limit; a slot grows by `block`.
+    """
+
+    def __init__(self, max_rows: int, chunk: int, cache_tokens: int | None = None, block: int = 1) -> None:
         self.max_rows = max_rows
         self.chunk = chunk
+        self.cache_tokens = cache_tokens
+        self._block = block
         self.waiting: deque[Sequence] = deque()
         self.reading: dict[int, int] = {}  # sequence id -> prompt tokens read
         self.running: list[Sequence] = []
@@ -32,12 +52,36 @@ class Scheduler:
         yield from self.waiting
 
     def add(self, sequence: Sequence) -> None:
+        """Raises CapacityError for a sequence that could never be admitted."""
+        need = self.need(sequence)
+        if self.cache_tokens is not None and need > self.cache_tokens:
+            raise CapacityError(
+                f"prompt and answer may need {need} cached tokens, there is memory for {self.cache_tokens};"
+                " lower max_tokens or shorten the prompt"
+            )
         self.waiting.append(sequence)
+
+    def need(self, sequence: Sequence) -> int:
+        """Cached tokens that the sequence may come to hold, in whole blocks."""
+        return -(-(len(sequence.prompt) + sequence.limit) // self._block) * self._block
+
+    @property
+    def reserved(self) -> int:
+        """Cached tokens that the admitted sequences may come to hold."""
+        return sum(self.need(s) for s in self._admitted.values())
+
+    @property
+    def load(self) -> Load:
+        return Load(self.max_rows, tuple(self._admitted), len(self.waiting), self.reserved, self.cache_tokens)
 
     def admit(self) -> list[Sequence]:
         """Move waiting sequences into free slots, oldest first."""
         admitted = []
+        reserved = self.reserved if self.cache_tokens is not None and self.waiting else 0
         while self.waiting and len(self._admitted) < self.max_rows:
+            reserved += self.need(self.waiting[0])
+            if self.cache_tokens is not None and reserved > self.cache_tokens:
+                break  # a smaller one behind it must wait too, or a large one would wait for ever
             sequence = self.waiting.popleft()
             self._admitted[sequence.id] = sequence
             self.reading[sequence.id] = 0

@@ -2,7 +2,7 @@
 
 Every method is a pure function of its arguments, so asking about a drafted token that is rejected
 afterwards can change nothing. The order is: bias, repetition, presence and frequency, bad words,
-min_tokens; then temperature, top-k, top-p, min-p.
+min_tokens, grammar; then temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import TokenLogprob
 from slipstream.errors import ParameterError
 from slipstream.logits import penalties
+from slipstream.logits.grammar import Grammar
 from slipstream.logits.law import Law
 from slipstream.logits.warp import best_token, fit, law_of
+
+_NEVER = float("-inf")
 
 
 class LogitsPipeline:
@@ -25,11 +28,17 @@ class LogitsPipeline:
 
     vocab_size: ids from there on are padding of the head and can never be chosen. stop_ids: the
     tokens that end the answer, which `min_tokens` forbids at first. prompt_length: tokens from there
-    on are output. Raises ParameterError if a parameter names a token that does not exist.
+    on are output. grammar: that of `params.grammar`, for this request alone. Raises ParameterError if a
+    parameter names a token that does not exist.
     """
 
     def __init__(
-        self, params: SamplingParams, vocab_size: int, stop_ids: frozenset[int], prompt_length: int
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        stop_ids: frozenset[int],
+        prompt_length: int,
+        grammar: Grammar | None = None,
     ) -> None:
         named = {
             "logit_bias": params.logit_bias,
@@ -42,6 +51,7 @@ class LogitsPipeline:
         self.params = params
         self.vocab_size = vocab_size
         self.prompt_length = prompt_length
+        self.grammar = grammar
         self._stop_ids = sorted(t for t in stop_ids if 0 <= t < vocab_size)
         counts_output = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         waits = params.min_tokens > 0 and bool(self._stop_ids)
@@ -49,7 +59,9 @@ class LogitsPipeline:
         self._waits = waits
         self._reads_history = counts_output or params.repetition_penalty != 1.0
         self.greedy = params.temperature == 0.0
-        self.history_free = not (self._reads_history or waits or any(len(w) > 1 for w in params.bad_words))
+        self.history_free = not (
+            self._reads_history or waits or grammar or any(len(w) > 1 for w in params.bad_words)
+        )
         untouched = self.history_free and not params.bad_words and not params.logit_bias
         self.plain = self.greedy and untouched
 
@@ -71,6 +83,10 @@ class LogitsPipeline:
             scores = penalties.ban(scores, penalties.completes_bad_word(tokens, params.bad_words))  # [V]
         if self._waits and len(tokens) - self.prompt_length < params.min_tokens:
             scores = penalties.ban(scores, self._stop_ids)  # [V]
+        if self.grammar is not None:
+            allowed = self.grammar.allowed(tokens[self.prompt_length :])  # [V]
+            if allowed is not None:
+                scores = scores.masked_fill(~allowed.to(scores.device), _NEVER)  # [V]
         return scores
 
     def law(self, row: torch.Tensor, tokens: Sequence[int]) -> Law:
@@ -94,3 +110,12 @@ class LogitsPipeline:
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         ordered = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
         return TokenLogprob(token, float(logp[token]), tuple(ordered))
+
+    def chosen_logprobs(
+        self, logits: torch.Tensor, nodes: Sequence[int], tokens: Sequence[int]
+    ) -> list[TokenLogprob]:
+        """`logprobs` of each token at its node, from one row's logits [nodes, width]; [] if not asked for."""
+        n_top = self.params.logprobs
+        if n_top is None:
+            return []
+        return [self.logprobs(logits[node], token, n_top) for node, token in zip(nodes, tokens, strict=True)]

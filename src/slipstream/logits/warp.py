@@ -112,7 +112,7 @@ def _refuse_hopeless(scores: torch.Tensor) -> None:
     if best != best:
         raise ModelError("the model's logits are not numbers (NaN): load it in float32")
     if best == _NEVER:
-        raise ParameterError("logit_bias, bad_words and min_tokens together forbid every token: relax one")
+        raise ParameterError("logit_bias, bad_words, min_tokens and grammar forbid every token: relax one")
 
 
 def fit(row: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -1,0 +1,213 @@
+"""`slipstream serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.cli.request import DEFAULT_MODEL
+from slipstream.errors import ParameterError
+
+if TYPE_CHECKING:
+    from slipstream.core.draft import Drafter
+    from slipstream.engine.session import Session
+
+TINY = "tiny"
+_SPEC = "NAME[:KEY=VALUE,...]"
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Catalogue name, folder, .gguf file or hub id; tiny is a toy model for trying clients."
+        ),
+    ] = DEFAULT_MODEL,
+    drafter: Annotated[
+        str,
+        typer.Option(metavar=_SPEC, help="How to draft; see `slipstream drafters`."),
+    ] = "ngram",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[LABEL=]" + _SPEC,
+            help="Another drafter that requests may choose, by its name or this label; may be repeated."
+            " Plain decoding (none) can always be chosen.",
+        ),
+    ] = None,
+    controller: Annotated[
+        str | None, typer.Option(metavar=_SPEC, help="How much to draft. Default: the drafter's own length.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 is any free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="SLIPSTREAM_API_KEY", help="Key that requests must bring; may be repeated."),
+    ] = None,
+    guard_metrics: Annotated[
+        bool, typer.Option("--guard-metrics", help="/metrics needs the key as well.")
+    ] = False,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model; may be repeated. Default: MODEL.")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(help="Sequences decoded at once.", min=1)] = 8,
+    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait beyond them.", min=0)] = 64,
+    max_seconds: Annotated[float, typer.Option(help="Longest that one request may take.")] = 600.0,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request.", min=1024)] = 4 << 20,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="Memory of all caches. Default: half of what is free."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and answer. Default: the model's own.")
+    ] = None,
+    tool_form: Annotated[
+        str | None,
+        typer.Option(help="How tool calls are written: hermes, mistral or llama3_json. Default: seen."),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Web origin whose pages may call this server; may be repeated.")
+    ] = None,
+    metrics_prefix: Annotated[
+        str, typer.Option(help="Of the names at /metrics; vllm for tools made for vLLM.")
+    ] = "slipstream",
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
+    ] = False,
+    grace: Annotated[float, typer.Option(help="Seconds to finish requests after SIGTERM.", min=0)] = 10.0,
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
+    ] = False,
+) -> None:
+    """Serve a model over HTTP, in the form of OpenAI's API, with a page at /.
+
+    The log goes to stderr, a JSON object a line. Ctrl-C or SIGTERM ends it; running requests get --grace
+    seconds.
+    """
+    _need_packages()
+    from slipstream.control import build_controller
+    from slipstream.drafters import check_spec
+
+    specs = drafter_specs(drafter, also or [])
+    for spec in specs.values():  # mistakes are told before torch is imported and models are loaded
+        check_spec(spec)
+    build_controller(controller, 0)
+    if threads is not None and threads < 1:
+        raise ParameterError(f"threads must be at least 1, not {threads}")
+    if context is not None and context < 2:
+        raise ParameterError(f"context must be at least 2 tokens, not {context}")
+    if cache_memory is not None and not cache_memory > 0:
+        raise ParameterError(f"--cache-memory must be above 0 GiB, not {cache_memory}")
+    if any(not key.strip() for key in api_key or ()):
+        raise ParameterError("--api-key must not be empty")
+    from slipstream.serve.binding import LOOPBACK, Binding, listen
+    from slipstream.serve.limits import Limits
+    from slipstream.serve.metrics import Metrics
+    from slipstream.serve.tools import find_form
+
+    limits = Limits(waiting=max_waiting, seconds=max_seconds, body_bytes=max_body)
+    binding = Binding(host, port, tuple(api_key or ()), guard_metrics, tuple(allow_origin or ()), grace)
+    names = tuple(served_model_name or (Path(model).name or model,))
+    metrics = Metrics(names[0], metrics_prefix)
+    find_form("", tool_form)
+    load: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "context": context,
+        "max_rows": max_rows,
+        "trust_remote_code": trust_remote_code,
+    }
+    with ExitStack() as stack:
+        listening = stack.enter_context(listen(host, port))  # a taken port is told before a model is loaded
+        session, drafters = stack.enter_context(_loaded(model, specs, threads, load))
+        from slipstream.serve.capacity import limit_cache
+        from slipstream.serve.server import Server, log_to
+        from slipstream.serve.service import Options, Service
+        from slipstream.serve.worker import Worker
+
+        default = next(iter(specs))
+        worker = Worker(session, limits, metrics, drafters=drafters, default=default, controller=controller)
+        tokens = limit_cache(session, None if cache_memory is None else int(cache_memory * (1 << 30)))
+        service = Service(session, worker, limits, Options(names, tool_form, log_prompts))
+        at = listening.getsockname()
+        shown = f"[{at[0]}]" if ":" in at[0] else at[0]
+        typer.echo(
+            f"slipstream: {names[0]} at http://{shown}:{at[1]} (drafters: {', '.join(drafters)}; default"
+            f" {default}; {max_rows} at once, {tokens} cached tokens)",
+            err=True,
+        )
+        if host not in LOOPBACK and not api_key:
+            typer.echo("slipstream: anybody who reaches this address may use it: set --api-key", err=True)
+        log_to(sys.stderr)
+        try:
+            Server(service, binding).run(sockets=[listening])
+        finally:
+            worker.shutdown(0.0)  # the thread must have ended before the model is taken away
+
+
+def drafter_specs(drafter: str, also: list[str]) -> dict[str, str]:
+    """Label -> spec, the default first. Plain decoding is always offered."""
+    from slipstream.core.spec import parse_spec
+
+    specs: dict[str, str] = {}
+    for text in (drafter, *also, "none"):
+        label, equals, spec = text.partition("=")
+        if not equals or ":" in label:
+            label, spec = parse_spec(text)[0], text
+        if label == "none" and "none" in specs:
+            continue
+        if label in specs:
+            raise ParameterError(f"two drafters are called {label!r}: write --also LABEL={spec}")
+        specs[label] = spec
+    return specs
+
+
+def _need_packages() -> None:
+    import importlib.util
+
+    needed = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ParameterError(f"serving needs {', '.join(missing)}: pip install 'slipstream-lm[serve]'")
+
+
+@contextmanager
+def _loaded(
+    model: str, specs: dict[str, str], threads: int | None, options: dict[str, Any]
+) -> Iterator[tuple[Session, dict[str, Drafter]]]:
+    """The session, and its drafters by label; torch and transformers take seconds to import."""
+    from slipstream.cli.output import progress
+
+    with ExitStack() as stack:
+        with progress(transient=True) as drawn:
+            drawn.stage(f"looking for {model}", 0)
+            import torch
+
+            from slipstream.api import load
+            from slipstream.drafters import build_drafter
+
+            if threads is not None:
+                torch.set_num_threads(threads)
+            if model == TINY and not Path(model).exists():
+                model = _toy(stack.enter_context(tempfile.TemporaryDirectory()))
+            session = stack.enter_context(load(model, "none", progress=drawn, **options))
+            drafters = {label: build_drafter(spec, session.info) for label, spec in specs.items()}
+        yield session, drafters
+
+
+def _toy(folder: str) -> str:
+    """A random model that says nothing of sense: every client and every field can be tried on it at once."""
+    from slipstream.testing.tiny import save_tiny
+
+    return str(save_tiny(Path(folder) / TINY, kind="qwen2", seed=1, max_position_embeddings=4096))

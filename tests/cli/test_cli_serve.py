@@ -1,0 +1,84 @@
+"""`slipstream serve`: mistakes are told at once, and a real process starts, answers and ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from slipstream.cli.main import main
+from slipstream.cli.serve import drafter_specs
+from slipstream.errors import ParameterError
+
+COMMAND = [sys.executable, "-m", "slipstream.cli.main", "serve"]
+
+
+def test_drafters_have_labels_and_plain_decoding_is_always_there() -> None:
+    also = ["fast=ngram:max_n=2", "draft_model:model=x=y", "none"]
+    assert drafter_specs("ngram", also) == {
+        "ngram": "ngram",
+        "fast": "ngram:max_n=2",
+        "draft_model": "draft_model:model=x=y",
+        "none": "none",
+    }
+    assert list(drafter_specs("none", ["suffix"])) == ["none", "suffix"]
+    with pytest.raises(ParameterError, match="LABEL=ngram:max_n=3"):
+        drafter_specs("ngram", ["ngram:max_n=3"])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["tiny", "--drafter", "ngramm"], "did you mean 'ngram'"),
+        (["tiny", "--controller", "nothing"], "unknown controller"),
+        (["tiny", "--max-seconds", "0"], "limit seconds"),
+        (["tiny", "--metrics-prefix", "a b"], "prefix"),
+        (["tiny", "--tool-form", "odd"], "unknown tool call form"),
+        (["tiny", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["serve", *options])
+    told = capsys.readouterr()
+    assert left.value.code == 2 and says in told.err and told.out == ""
+    assert len(told.err.strip().splitlines()) == 1
+
+
+def test_it_starts_answers_and_ends_within_its_grace(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = ["tiny", "--port", "0", "--also", "suffix", "--grace", "0.2", "--cache-memory", "0.1"]
+    with log.open("w") as out:
+        child = subprocess.Popen([*COMMAND, *options], stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + 120
+        while not (found := re.search(r"at (http://\S+)", log.read_text())):
+            assert child.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        with httpx.Client(base_url=found[1], transport=httpx.HTTPTransport(retries=20)) as http:
+            assert set(http.get("/v1/models").json()["data"][0]["speculative"]["drafters"]) == {
+                "ngram", "suffix", "none"
+            }  # fmt: skip
+            body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                child.send_signal(signal.SIGTERM)
+                told = [line for line in lines if line]
+            assert "shutting down" in told[-1]
+        child.wait(30)
+    finally:
+        child.kill()
+        child.wait()
+    records = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    (request,) = [r for r in records if r.get("event") == "request"]
+    assert request["status"] == 503 and request["stream"] and request["level"] == "info"
