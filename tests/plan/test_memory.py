@@ -205,7 +205,7 @@ def _tensors(start: Any, known: set[int]) -> dict[int, int]:
 
 
 def test_what_python_allocates_for_an_index_is_told() -> None:
-    text = words()[:3000]
+    text = words()[:4000]  # so many that few of its numbers are small ones, which Python keeps once
     for make in (lambda: _grown_tree(text), lambda: _grown_index(text), lambda: _added(text)):
         gc.collect()
         tracemalloc.start()
@@ -249,7 +249,7 @@ def test_a_blueprint_has_the_bytes_of_the_model(tmp_path: Path, kind: str, tie: 
         loaded = load.load(str(path), dtype=dtype).model
         assert blueprint.weight_bytes() == weight_bytes(loaded)
         assert all(p.device.type == "meta" for p in blueprint.model.parameters())
-        if not _lacks_int8():
+        if dtype == "auto" and not _lacks_int8():
             assert quantise_linears(loaded) > 0
             assert blueprint.weight_bytes(quantised=True) == weight_bytes(loaded)
 
@@ -271,7 +271,7 @@ def test_the_catalogue_knows_the_size_of_what_is_not_here(entry: catalogue.Catal
     assert blueprint.cache_bytes(512) == 512 * 2 * entry.layers * entry.kv_heads * heads * 2
 
 
-def test_a_shared_embedding_is_not_counted_twice(models: Path, tmp_path: Path) -> None:
+def test_a_shared_embedding_is_not_counted_twice(models: Path, session: Session, tmp_path: Path) -> None:
     """EAGLE checkpoints ship a copy of the target's table, which is dropped when they are loaded."""
     from safetensors.torch import load_file, save_file
 
@@ -279,14 +279,12 @@ def test_a_shared_embedding_is_not_counted_twice(models: Path, tmp_path: Path) -
     heads.mkdir()
     tensors = load_file(models / "heads/eagle3/model.safetensors")
     table = load_file(models / "target/model.safetensors")["model.embed_tokens.weight"]
-    for name in ("config.json",):
-        (heads / name).write_text((models / "heads/eagle3" / name).read_text())
+    (heads / "config.json").write_text((models / "heads/eagle3/config.json").read_text())
     totals = []
     for extra in ({}, {"embed_tokens.weight": table}, {"embed_tokens.weight": table + 1}):
         save_file({**tensors, **extra}, heads / "model.safetensors", {"format": "pt"})
         plan = plan_memory(str(models / "target"), f"eagle:heads={heads}", context=100)
-        with slipstream.load(str(models / "target"), f"eagle:heads={heads}", context=100) as session:
-            assert session.drafter.memory_bytes == plan.drafter.weights
+        assert session.use(f"eagle:heads={heads}").memory_bytes == plan.drafter.weights
         totals.append(plan.drafter.weights)
     assert totals[0] == totals[1] == totals[2] - table.nbytes
 

@@ -25,7 +25,7 @@ from slipstream.errors import ParameterError
 
 Floats = NDArray[np.float64]
 _JUMP = 0.15  # a kink is a rise by this share …
-_STEEP = 2.0  # … at least so many times as steep as a cost in proportion to the tokens
+_STEEP = 1.5  # … at least so many times as steep as a cost in proportion to the tokens
 _CERTAIN = 3.0  # standard errors beyond which a decrease is not explained by the spread
 
 
@@ -211,7 +211,7 @@ class StepCurve:
     # -- telling --------------------------------------------------------------------------------
 
     def jumps(self, context: int | None = None) -> list[Jump]:
-        """Kinks: rises by 15 % or more that are at least twice as steep as in proportion to the tokens."""
+        """Kinks: rises by 15 % or more, half as steep again as in proportion to the tokens, or more."""
         context = self.contexts[0] if context is None else context
         found = []
         for rows, line in self._lines[context].items():

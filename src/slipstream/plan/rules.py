@@ -146,7 +146,7 @@ def checklist(
             b.regime == "memory-bound",
             f"{b.spare} more tokens a row add at most 10 % to a step"
             if b.spare
-            else "every token has its price",
+            else "one more token adds more than 10 %",
         )
         for b in batches
     ]
