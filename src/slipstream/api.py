@@ -32,6 +32,7 @@ def load(
     device: str | torch.device = "cpu",
     max_rows: int = 8,
     context: int | None = None,
+    prefix_tokens: int = 0,
     rule: str = "auto",
     lossy: bool = False,
     trust_remote_code: bool = False,
@@ -41,7 +42,8 @@ def load(
 
     model: catalogue name, folder, .gguf file, hub id, or a model loaded before (whose weights are then
     packed in place). drafter: `name:key=value,…`, see `slipstream drafters`. max_rows: sequences
-    decoded at once. context: most tokens a sequence, prompt included; None is the model's own. rule:
+    decoded at once. context: most tokens a sequence, prompt included; None is the model's own.
+    prefix_tokens: cached tokens kept of finished answers, for prompts that begin with the same tokens. rule:
     "auto", "rejection", "block" (sampled chains: more tokens, the same law) or "typical", which changes the
     output and therefore needs lossy=True; what it gives is marked `lossy`.
     """
@@ -78,6 +80,7 @@ def load(
             controller=controller,
             max_rows=max_rows,
             context=context,
+            prefix_tokens=prefix_tokens,
             rule=rule,
             lossy=lossy,
         )

@@ -158,4 +158,3 @@ def test_the_prompt_is_copied_from_a_living_twin_after_the_first_one_is_cancelle
             engine.cancel(ids[0])
     finish(engine, told)
     assert [told[i] for i in ids[1:]] == [expected()[4]] * 3
-    assert engine._read_groups == {}

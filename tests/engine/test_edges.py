@@ -301,7 +301,7 @@ def test_n_answers_read_the_prompt_once_and_have_seeds_in_a_row(
     assert [a.seed for a in together] == [50, 51, 52, 53]
     assert len({a.tokens for a in together}) == 4
     assert sum(counted) == length - 1
-    assert engine._read_groups == {} and len(engine.runner.cache) == 0
+    assert len(engine.runner.cache) == 0
 
 
 def test_a_drafter_that_is_fed_features_sees_every_copy_of_the_prompt(

@@ -64,6 +64,13 @@ def serve(
         float | None,
         typer.Option(metavar="GIB", help="Memory of all caches. Default: half of what is free."),
     ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Compute what prompts begin with in common once; uses cache memory that nothing else needs.",
+        ),
+    ] = True,
     context: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer. Default: the model's own.")
     ] = None,
@@ -139,6 +146,7 @@ def serve(
         default = next(iter(specs))
         worker = Worker(session, limits, metrics, drafters=drafters, default=default, controller=controller)
         tokens = limit_cache(session, None if cache_memory is None else int(cache_memory * (1 << 30)))
+        session.engine.limit_prefixes(tokens if prefix_cache else 0)
         service = Service(session, worker, limits, Options(names, tool_form, log_prompts))
         at = listening.getsockname()
         shown = f"[{at[0]}]" if ":" in at[0] else at[0]

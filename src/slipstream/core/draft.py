@@ -48,24 +48,33 @@ class Needs:
     hidden_layers: target layers whose output is wanted (k = the residual stream after k layers, 0 =
     the embeddings). last_hidden: the state that enters the LM head. node_logits: raw logits of every
     verified node. reads_prompt: the first proposal must first read the whole prompt, so the engine
-    gives out the first token before asking for it.
+    gives out the first token before asking for it. last_only: of hidden states, those of the last token
+    of an observation are enough, so what is cached of a prompt need not be computed for them.
     """
 
     hidden_layers: tuple[int, ...] = ()
     last_hidden: bool = False
     node_logits: bool = False
     reads_prompt: bool = False
+    last_only: bool = False
+
+    @property
+    def features(self) -> bool:
+        """Whether hidden states are wanted."""
+        return bool(self.hidden_layers or self.last_hidden)
 
     @classmethod
     def union(cls, parts: Iterable[Needs]) -> Needs:
         """Of a drafter made of parts. It reads the prompt first if all of them do: a part that does waits for
         the first token by itself, so that the others need not."""
         wanted = list(parts)
+        fed = [n for n in wanted if n.features]
         return cls(
             hidden_layers=tuple(sorted({layer for n in wanted for layer in n.hidden_layers})),
             last_hidden=any(n.last_hidden for n in wanted),
             node_logits=any(n.node_logits for n in wanted),
             reads_prompt=all(n.reads_prompt for n in wanted),
+            last_only=bool(fed) and all(n.last_only for n in fed),
         )
 
 
@@ -173,6 +182,9 @@ class Observation:
     and node_logits [nodes, V] is there if declared. next_token is the committed token behind `tokens`,
     which the target has not computed: the rest of the prompt begins with it, or it is the new root. Of a
     finished row it is the last one. The engine always tells it.
+
+    Prompt tokens that were computed for an earlier sequence are not observed again: `start` may be beyond
+    the last token told. A row that needs features is told all of them, with `Needs.last_only` the last one.
     """
 
     seq_id: int
@@ -207,6 +219,10 @@ class Drafter(ABC):
     num_speculative_tokens: int = 0  # draft length unless a controller decides otherwise
     draft_nodes: int = 0  # drafted tokens of a whole tree, likewise; 0: a chain, as many as it is long
     learns: bool = False  # keeps something of each request for later ones: drafts get better, outputs stay
+
+    def needs_of(self, seq_id: int) -> Needs:
+        """What this row must be given: of all `needs`, those of the part that drafts for it."""
+        return self.needs
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:  # noqa: B027
         """A row was admitted."""

@@ -66,6 +66,7 @@ class Sequence:
     stream: TextStream | None = None
     group: int | None = None
     lossy: bool = False  # decoded by a rule that does not keep the target's law
+    cached_tokens: int = 0  # of the prompt, that were computed for another sequence
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -121,6 +121,14 @@ def _ratios(over: Sequence[int], under: Sequence[int]) -> list[float]:
 
 
 @dataclass
+class PrefixCounts:
+    """Prompt tokens of all sequences that were admitted, and of these those computed for another before."""
+
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass
 class Seconds:
     """Wall-clock seconds of engine steps, by where they went."""
 

@@ -96,7 +96,7 @@ class _Growing:
 class MedusaDrafter(Drafter):
     name = "medusa"
     Config = MedusaDrafterConfig
-    needs = Needs(last_hidden=True)
+    needs = Needs(last_hidden=True, last_only=True)
 
     def __init__(
         self, config: MedusaDrafterConfig, target: TargetInfo, heads: MedusaHeads | None = None

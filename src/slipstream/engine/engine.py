@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,13 @@ from slipstream.control import Controller, RowOutcome, RowState, build_controlle
 from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest, Observation
 from slipstream.core.params import GrammarSpec, SamplingParams
 from slipstream.core.sequence import Event, Sequence, TokenLogprob
-from slipstream.core.stats import DraftCounts, Seconds
+from slipstream.core.stats import DraftCounts, PrefixCounts, Seconds
 from slipstream.core.text import Decode, TextStream
 from slipstream.core.tree import TokenTree
 from slipstream.drafters.none import NoConfig, NoDrafter
 from slipstream.engine.drafting import cut_budget, fit_draft, forced_draft
 from slipstream.engine.inputs import check_request
+from slipstream.engine.reading import PromptReader
 from slipstream.engine.scheduler import Load, Scheduler
 from slipstream.errors import DrafterError, ParameterError, met_by
 from slipstream.logits.grammar import Grammar, no_grammars
@@ -51,7 +52,7 @@ class Engine:
     text; without it there is no text and no stop string. grammars compiles those of requests. rule: see
     `verify.choose_rule`; one that changes the output needs lossy=True, and `Engine.lossy` and every event
     say so. cache_tokens: most tokens cached for all rows together; a request waits until all it may come to
-    need is free. All methods are for one thread.
+    need is free. prefix_tokens: see `limit_prefixes`. All methods are for one thread.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Engine:
         max_rows: int = 8,
         context: int | None = None,
         cache_tokens: int | None = None,
+        prefix_tokens: int = 0,
         chunk: int = CHUNK,
         rule: str = "auto",
         lossy: bool = False,
@@ -86,13 +88,14 @@ class Engine:
         self._decode = decode
         self.grammars = grammars
         self._scheduler = Scheduler(max_rows, chunk, cache_tokens, WIDTH)
+        self._reader = PromptReader(runner, self._scheduler)
         self._pipelines: dict[int, LogitsPipeline] = {}
         self._cancelled: set[int] = set()
-        self._read_groups: dict[int, int] = {}  # group -> a running sequence that has read its prompt
         self._next_id = 0
         self._closed = False
         self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
         self.set_drafter(drafter, controller)
+        self.limit_prefixes(prefix_tokens)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -151,16 +154,28 @@ class Engine:
     @property
     def load(self) -> Load:
         """What is held and what waits now."""
-        return self._scheduler.load
+        return replace(self._scheduler.load, parked=self._reader.parked)
 
     def limit_cache(self, tokens: int | None) -> None:
         """Admit no more than fit into this many cached tokens from now on."""
         self._scheduler.cache_tokens = tokens
 
+    def limit_prefixes(self, tokens: int) -> None:
+        """Keep up to so many cached tokens of sequences that ended, for prompts that begin alike, and share
+        those of running ones; 0 is neither. They make room for running sequences under `cache_tokens`."""
+        if tokens < 0:
+            raise ParameterError(f"prefix_tokens must be 0 or more, not {tokens}")
+        self._reader.limit(tokens)
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """How many prompt tokens were looked for in the prefix cache, and found."""
+        return self._reader.counts
+
     @property
     def memory_bytes(self) -> int:
         """Weights and caches of target and drafter."""
-        return self.runner.memory_bytes + self.drafter.memory_bytes
+        return self.runner.memory_bytes + self._reader.memory_bytes + self.drafter.memory_bytes
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -170,7 +185,7 @@ class Engine:
         before = self.seconds.copy()
         events = self.apply_cancels()
         for sequence in self._scheduler.admit():
-            self.runner.cache.open(sequence.id)
+            self._reader.open(sequence)
             self.drafter.open(sequence.id, sequence.prompt)
         self._read_prompts()
         rows = list(self._scheduler.running)
@@ -194,44 +209,11 @@ class Engine:
         return events
 
     def _read_prompts(self) -> None:
-        pieces, rows = [], []
-        reading: set[int] = set()
-        for sequence, start, end in self._scheduler.chunks():
-            if start == 0 and end > 0 and sequence.group is not None and self._can_share:
-                twin = self._read_groups.get(sequence.group)
-                if twin is not None:
-                    self.runner.cache.copy_prefix(twin, sequence.id, len(sequence.prompt) - 1)
-                    self._scheduler.read(sequence, len(sequence.prompt) - 1)
-                    continue
-                if sequence.group in reading:
-                    continue  # its twin reads the same prompt right now
-                reading.add(sequence.group)
-            if end > start:
-                pieces.append((sequence, start, end))
-                rows.append(PackRow(sequence.id, sequence.prompt[start:end]))
-            else:
-                self._scheduler.read(sequence, end)
-        if not rows:
-            return
         clock = time.perf_counter()
-        output = self.runner.forward(rows, logits="none")
-        self.seconds.prefill += time.perf_counter() - clock
-        observations = []
-        for (sequence, start, end), span in zip(pieces, output.pack.spans, strict=True):
-            self.runner.cache.commit(sequence.id, range(end - start))
-            self._scheduler.read(sequence, end)
-            if sequence.group is not None and sequence.id not in self._scheduler.reading:
-                self._read_groups[sequence.group] = sequence.id
-            features = {k: v[span.start : span.end] for k, v in output.features.items()}
-            tokens, after = sequence.prompt[start:end], sequence.prompt[end]
-            observations.append(Observation(sequence.id, start, tokens, features, next_token=after))
-        self._observe(observations)
-
-    @property
-    def _can_share(self) -> bool:
-        """Whether a prompt's cache may be copied: a drafter that is fed features must see them all."""
-        needs = self.drafter.needs
-        return not (needs.hidden_layers or needs.last_hidden)
+        observations = self._reader.step(self.drafter)
+        if observations:
+            self.seconds.prefill += time.perf_counter() - clock
+            self._observe(observations)
 
     def _plan(self, rows: list[Sequence]) -> list[Budget]:
         """The controller's budgets, cut to what can still be emitted or fits the context.
@@ -353,19 +335,13 @@ class Engine:
         self.seconds.drafter += time.perf_counter() - clock
 
     def _retire(self, sequence: Sequence) -> None:
-        """Free everything the sequence holds, at once."""
+        """Free everything the sequence holds, at once; its keys may be kept for later prompts."""
         self._scheduler.retire(sequence)
         self._pipelines.pop(sequence.id, None)
-        self.runner.cache.close(sequence.id)
         self.drafter_peak_bytes = max(self.drafter_peak_bytes, self.drafter.memory_bytes)
         self.drafter.close(sequence.id)
         self.controller.forget(sequence.id)
-        if sequence.group is not None and self._read_groups.get(sequence.group) == sequence.id:
-            other = next((s.id for s in self._scheduler.running if s.group == sequence.group), None)
-            if other is None:
-                self._read_groups.pop(sequence.group)
-            else:
-                self._read_groups[sequence.group] = other  # its cache begins with the same prompt
+        self._reader.close(sequence)
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left."""
@@ -387,6 +363,7 @@ class Engine:
     def close(self) -> None:
         """Free everything. The model gets its own attention back, so nothing can be decoded any more."""
         self._closed = True
+        self._reader.limit(0)
         try:
             self.abandon()
             self.drafter.shutdown()

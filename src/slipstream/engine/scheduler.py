@@ -9,23 +9,28 @@ at most one chunk's worth of prompt tokens, so a long prompt does not stop runni
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from slipstream.core.sequence import Sequence
 from slipstream.errors import CapacityError
 
+Piece = tuple[Sequence, int, int]  # of whose prompt, from, to
+
 
 @dataclass(frozen=True)
 class Load:
     """slots: for so many sequences. admitted: those that hold one, oldest first. waiting: how many wait for
-    one. reserved: cached tokens promised to the admitted, of `cache_tokens` (None: no limit)."""
+    one. reserved: cached tokens promised to the admitted, of `cache_tokens` (None: no limit). parked: cached
+    tokens of sequences that ended, which make room for the admitted as they grow."""
 
     slots: int
     admitted: tuple[int, ...]
     waiting: int
     reserved: int
     cache_tokens: int | None
+    parked: int = 0
 
 
 class Scheduler:
@@ -88,17 +93,28 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def chunks(self) -> list[tuple[Sequence, int, int]]:
-        """(sequence, start, end) of the prompt pieces to read now.
+    @property
+    def admitted(self) -> Collection[Sequence]:
+        """Sequences that hold a slot, oldest first."""
+        return self._admitted.values()
 
-        All of a prompt but its last token is read: that one is the first root. Pieces start at
-        multiples of `chunk`, so how a prompt is cut depends on the prompt alone.
+    def chunks(self, found: Callable[[Sequence, int, Items[Piece]], int | None]) -> list[Piece]:
+        """The prompt pieces to read now.
+
+        All of a prompt but its last token is read: that one is the first root. Pieces end at
+        multiples of `chunk`, so how a prompt is cut depends on the prompt alone, and on what is `found`:
+        that tells how much of a prompt is there already, given how much of it was read and the pieces
+        chosen so far, or None for one that had better wait for these.
         """
-        pieces = []
+        pieces: list[Piece] = []
         budget = self.chunk
-        for sequence_id, start in self.reading.items():
+        for sequence_id, read in self.reading.items():
             sequence = self._admitted[sequence_id]
-            end = min(start + self.chunk, len(sequence.prompt) - 1)
+            start = found(sequence, read, pieces)
+            if start is None:
+                continue
+            self.reading[sequence_id] = start
+            end = min((start // self.chunk + 1) * self.chunk, len(sequence.prompt) - 1)
             if end - start > budget:
                 break
             budget -= end - start

@@ -30,7 +30,8 @@ class Completion:
 
     tokens holds the end token, text does not. drafted[i] tells whether token i was drafted and
     accepted. counts are the raw draft counters of this answer; seconds are those of the whole call.
-    lossy: decoded by a rule that does not keep the target's law.
+    lossy: decoded by a rule that does not keep the target's law. cached_tokens: of the prompt, that had been
+    computed before.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Completion:
     seed: int
     seconds: Seconds = field(default_factory=Seconds)
     lossy: bool = False
+    cached_tokens: int = 0
 
     @property
     def tau(self) -> float:
@@ -189,6 +191,7 @@ class Session:
             row.seed,
             replace(seconds),
             row.lossy,
+            row.cached_tokens,
         )
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 WIDTH = 512
+Columns = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> keys and values [kv_heads, n, head_dim]
 
 
 def round_up(n: int, step: int) -> int:
@@ -31,8 +32,9 @@ def columns(tokens: int) -> int:
 class _Slot:
     def __init__(self) -> None:
         self.length = 0
+        self.in_order = 0
         self.capacity = 0
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layers: Columns = {}
 
 
 class SlotCache:
@@ -64,11 +66,21 @@ class SlotCache:
         """Committed tokens of the slot."""
         return self._slots[slot].length
 
+    def in_order(self, slot: int) -> int:
+        """Committed tokens before the first that was moved: all before it were computed where they stand, as
+        a prompt's are. What a tree moved has summed its keys in another order, and so has all behind it."""
+        return self._slots[slot].in_order
+
+    def capacity(self, slot: int) -> int:
+        """Columns there is memory for; 0 for a slot that is not open."""
+        return self._slots[slot].capacity if slot in self._slots else 0
+
     def rollback(self, slot: int, length: int) -> None:
         """Forget everything from position `length` on."""
-        if not 0 <= length <= self._slots[slot].length:
-            raise ValueError(f"cannot roll slot {slot} back from {self._slots[slot].length} to {length}")
-        self._slots[slot].length = length
+        entry = self._slots[slot]
+        if not 0 <= length <= entry.length:
+            raise ValueError(f"cannot roll slot {slot} back from {entry.length} to {length}")
+        entry.length, entry.in_order = length, min(entry.in_order, length)
 
     @torch.inference_mode()
     def reserve(self, slot: int, new: int) -> int:
@@ -103,7 +115,10 @@ class SlotCache:
         """Keep these of the last written tokens, in this order (node numbers, ascending)."""
         entry = self._slots[slot]
         count = len(keep)
-        if list(keep) != list(range(count)):
+        moved = next((i for i, node in enumerate(keep) if node != i), count)
+        if entry.in_order == entry.length:
+            entry.in_order += moved
+        if moved < count:
             index = torch.as_tensor(keep) + entry.length  # [count]
             for keys, values in entry.layers.values():
                 for stored in (keys, values):
@@ -112,15 +127,50 @@ class SlotCache:
         entry.length += count
 
     @torch.inference_mode()
+    def append(self, slot: int, parts: Sequence[Columns]) -> None:
+        """Put copies of these columns behind the length, one part after the other, for good."""
+        entry = self._slots[slot]
+        counts = [next(iter(part.values()))[0].shape[1] for part in parts]
+        self.reserve(slot, sum(counts))
+        straight = entry.in_order == entry.length
+        for part, count in zip(parts, counts, strict=True):
+            end = entry.length + count
+            for layer, new in part.items():
+                pair = entry.layers.get(layer)
+                if pair is None:
+                    pair = _empty(new[0], entry.capacity), _empty(new[1], entry.capacity)
+                    entry.layers[layer] = pair
+                for stored, given in zip(pair, new, strict=True):
+                    stored[:, entry.length : end] = given
+            entry.length = end
+        if straight:
+            entry.in_order = entry.length
+
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Give slot `target` (empty) the first `length` committed tokens of `source`."""
+        """Make the first `length` committed tokens of `source` those of `target`, which has some of them."""
         old, new = self._slots[source], self._slots[target]
-        if new.length or length > old.length:
+        if not new.length <= length <= old.length:
             raise ValueError(f"cannot copy {length} of {old.length} tokens onto {new.length}")
-        new.capacity = columns(length)
-        for layer, (keys, values) in old.layers.items():
-            new.layers[layer] = (_grown(keys, length, new.capacity), _grown(values, length, new.capacity))
-        new.length = length
+        if length > new.length:
+            self.append(target, [cut(old.layers, new.length, length)])
+        new.in_order = min(new.in_order, old.in_order)
+
+    @torch.inference_mode()
+    def release(self, slot: int, ranges: Sequence[range]) -> list[Columns]:
+        """Close the slot, but give copies of these columns. A layer at a time: little is held twice."""
+        entry = self._slots.pop(slot)
+        kept: list[Columns] = [{} for _ in ranges]
+        while entry.layers:
+            layer, (keys, values) = entry.layers.popitem()
+            for part, where in zip(kept, ranges, strict=True):
+                inside = slice(where.start, where.stop)
+                part[layer] = keys[:, inside].clone(), values[:, inside].clone()
+        return kept
+
+
+def cut(layers: Columns, start: int, end: int) -> Columns:
+    """Columns `start` to `end`, as views."""
+    return {layer: (keys[:, start:end], values[:, start:end]) for layer, (keys, values) in layers.items()}
 
 
 def _empty(like: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -6,12 +6,13 @@ Mean acceptance length is 1 + accepted / drafts; acceptance at a position is acc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from slipstream.core.stats import DraftCounts
+from slipstream.core.stats import DraftCounts, PrefixCounts
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Metrics:
         self._name = model_name
         self._prefix = prefix
         self._told = DraftCounts()
+        self._told_prefixes = PrefixCounts()
         self._running = self._gauge("num_requests_running", "Sequences that hold a slot.")
         self._waiting = self._gauge("num_requests_waiting", "Sequences that wait for a slot.")
         self._cache = self._gauge(
@@ -40,6 +42,8 @@ class Metrics:
         )
         self._memory = self._gauge("memory_bytes", "Weights and caches of the target and all drafters.")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that were taken.")
+        self._looked_up = self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
+        self._found = self._counter("prefix_cache_hits", "Prompt tokens found in it.")
         self._generated = self._counter("generation_tokens", "Tokens generated.")
         self._steps = self._counter("engine_steps", "Steps of the engine.")
         self._step_seconds = self._counter("engine_step_seconds", "Seconds spent in them.")
@@ -106,6 +110,10 @@ class Metrics:
             self._at.labels(self._name, str(i)).inc(count - before)
         self._told = DraftCounts()
         self._told.add(counts)
+        prefixes, told_prefixes = engine.prefix_counts, self._told_prefixes
+        self._looked_up.inc(prefixes.queries - told_prefixes.queries)
+        self._found.inc(prefixes.hits - told_prefixes.hits)
+        self._told_prefixes = replace(prefixes)
         self._show(engine)
 
     def holds(self, engine: Engine) -> None:

@@ -20,18 +20,25 @@ class ErrorReply(BaseModel):
     error: ErrorDetail
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class Timings(BaseModel):
-    """prompt_ms: from the slot to the first token. predicted_*: tokens after the first step, and their time;
-    predicted_n is all tokens. queued_ms: from arrival to the slot. Of several answers, the sum of tokens and
-    the time of the longest."""
+    """cache_n: prompt tokens that were in the prefix cache, prompt_n: those that were read. prompt_ms: from
+    the slot to the first token. predicted_*: tokens after the first step, and their time; predicted_n is all
+    tokens. queued_ms: from arrival to the slot. Of several answers, the sum of tokens and the time of the
+    longest."""
 
     queued_ms: float
+    cache_n: int
     prompt_n: int
     prompt_ms: float
     prompt_per_second: float

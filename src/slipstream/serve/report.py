@@ -10,6 +10,7 @@ from slipstream.core.stats import DraftCounts
 from slipstream.serve.replies import (
     ChatLogprobs,
     CompletionLogprobs,
+    PromptTokensDetails,
     SpeculativeReply,
     StepReply,
     Timings,
@@ -30,12 +31,23 @@ def usage(tickets: Sequence[Ticket]) -> Usage:
     """A prompt counts once, however many answers it has; the end token counts as generated."""
     prompt = sum(len(t.job.prompt) for t in tickets)
     generated = sum(a.row.num_output for t in tickets for a in t.answers)
-    return Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=_cached(tickets)),
+    )
+
+
+def _cached(tickets: Sequence[Ticket]) -> int:
+    """Prompt tokens that other requests had left; the answers of one request share what one of them read."""
+    return sum(min((a.row.cached_tokens for a in t.answers), default=0) for t in tickets)
 
 
 def timings(tickets: Sequence[Ticket]) -> Timings:
     answers = [a for t in tickets for a in t.answers]
-    prompt_n = sum(len(t.job.prompt) for t in tickets)
+    cache_n = _cached(tickets)
+    prompt_n = sum(len(t.job.prompt) for t in tickets) - cache_n
     queued = max((_span(t.arrived, a.route.opened) for t in tickets for a in t.answers), default=0.0)
     reading = max((_span(a.route.opened, a.first_at) for a in answers), default=0.0)
     first = min((a.first_at for a in answers if a.first_at is not None), default=None)
@@ -45,6 +57,7 @@ def timings(tickets: Sequence[Ticket]) -> Timings:
     counts = total(answers)
     return Timings(
         queued_ms=1e3 * queued,
+        cache_n=cache_n,
         prompt_n=prompt_n,
         prompt_ms=1e3 * reading,
         prompt_per_second=_rate(prompt_n, reading),

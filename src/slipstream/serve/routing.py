@@ -75,6 +75,9 @@ class Router(Drafter):
     def route(self, seq_id: int) -> Route:
         return self._routes.setdefault(seq_id, Route(self.default))
 
+    def needs_of(self, seq_id: int) -> Needs:
+        return self.parts[self.route(seq_id).name].needs_of(seq_id)
+
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:
         route = self.route(seq_id)
         route.opened = self._clock()

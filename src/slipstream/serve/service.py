@@ -244,6 +244,7 @@ class Service:
         if writer.tickets:
             told = report.timings(writer.tickets)
             facts |= {
+                "cached_tokens": told.cache_n,
                 "completion_tokens": told.predicted_n,
                 "queued_ms": round(told.queued_ms, 1),
                 "first_token_ms": round(told.queued_ms + told.prompt_ms, 1),
