@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,24 @@ class DrafterContract:
         row = engine.find(engine.add(PROMPTS[0], SamplingParams(), seed=1))
         list(engine.run())
         assert row is not None and (row.num_output, row.finish_reason) == (room, "length")
+
+    def test_what_earlier_prompts_left_in_the_cache_changes_nothing(
+        self, built: Drafter, runner: Runner
+    ) -> None:
+        """A prompt's beginning may not be observed, unless the drafter is fed hidden states of all of it."""
+        start = tuple((7 * i) % 60 for i in range(70))
+        many = [replace(r, prompt=start + r.prompt) for r in requests(0.0)]
+        twin = target_model()
+        want = [plain_decode(twin, r, vocab_size=VOCAB, eos_ids=EOS) for r in many]
+        counts = []
+        for tokens in (0, 2000):
+            engine = _engine(built, runner, max_rows=3, chunk=40, prefix_tokens=tokens)
+            assert run_all(engine, many[:1]) == want[:1]
+            assert run_all(engine, many) == want
+            counts.append((engine.counts.draft_tokens, engine.counts.accepted_tokens))
+        assert built.learns or counts[0] == counts[1], "the same drafts"
+        whole = built.needs.features and not built.needs.last_only
+        assert (engine.prefix_counts.hits > 0) != whole
 
     # -- memory -----------------------------------------------------------------------------------
 
