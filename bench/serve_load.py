@@ -124,6 +124,7 @@ def main() -> int:
         else:
             options = ["--drafter", args.drafter, "--max-rows", str(max(levels))]
             options += ["--threads", str(args.threads)]
+            options += ["--no-prefix-cache"]  # or what one setting has read, the next would find
             options += ["--controller", args.controller] if args.controller else []
             served = stack.enter_context(serve(args.model, *options, log=Path("bench/out/serve_load.log")))
         settings = [

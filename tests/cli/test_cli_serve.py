@@ -68,6 +68,11 @@ def test_it_starts_answers_and_ends_within_its_grace(tmp_path: Path) -> None:
             assert set(http.get("/v1/models").json()["data"][0]["speculative"]["drafters"]) == {
                 "ngram", "suffix", "none"
             }  # fmt: skip
+            asked = {"prompt": "a prompt that is longer than a chunk" * 20, "max_tokens": 2, "temperature": 0}
+            told = [http.post("/v1/completions", json=asked).json() for _ in range(2)]
+            cached = [t["usage"]["prompt_tokens_details"]["cached_tokens"] for t in told]
+            assert cached[0] == 0 < cached[1] < told[1]["usage"]["prompt_tokens"]
+            assert told[0]["choices"] == told[1]["choices"]
             body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
@@ -80,5 +85,6 @@ def test_it_starts_answers_and_ends_within_its_grace(tmp_path: Path) -> None:
         child.kill()
         child.wait()
     records = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    (request,) = [r for r in records if r.get("event") == "request"]
+    *_, again, request = [r for r in records if r.get("event") == "request"]
+    assert again["cached_tokens"] == cached[1]
     assert request["status"] == 503 and request["stream"] and request["level"] == "info"

@@ -152,7 +152,7 @@ class DrafterContract:
     ) -> None:
         """A prompt's beginning may not be observed, unless the drafter is fed hidden states of all of it."""
         start = tuple((7 * i) % 60 for i in range(70))
-        many = [replace(r, prompt=start + r.prompt) for r in requests(0.0)]
+        many = [replace(r, prompt=start + r.prompt) for r in requests(0.0)[:3]]
         twin = target_model()
         want = [plain_decode(twin, r, vocab_size=VOCAB, eos_ids=EOS) for r in many]
         counts = []
