@@ -40,6 +40,7 @@ class Metrics:
         self._cache = self._gauge(
             "kv_cache_usage_perc", "Share of the cache budget that is promised, 0 to 1."
         )
+        self._parked = self._gauge("prefix_cache_tokens", "Cached tokens of requests that have ended.")
         self._memory = self._gauge("memory_bytes", "Weights and caches of the target and all drafters.")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that were taken.")
         self._looked_up = self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
@@ -125,6 +126,7 @@ class Metrics:
         load = engine.load
         self._running.set(len(load.admitted))
         self._waiting.set(load.waiting)
+        self._parked.set(load.parked)
         self._cache.set(load.reserved / load.cache_tokens if load.cache_tokens else 0.0)
 
     def emitted(self, tokens: int, since_arrival: float, since_last: float | None) -> None:
