@@ -592,6 +592,15 @@ class Terminal:
         return self.until(r"\n[^\n]*\[\d+ tokens?, [^\n]*\n").rpartition("\n")[0].rpartition("\n")[0]
 
 
+def test_a_turn_reads_what_was_said_since_the_last_one(models, monkeypatch, capsys):
+    typed(monkeypatch, "hello " * 100, "again", "/exit")
+    with slipstream.load(str(models / "target")) as session:
+        params = session.defaults.with_(max_tokens=8)
+        assert chat_on_terminal(session, params, None, answer.Painter(sys.stdout, False)) == 0
+        assert 512 <= session.engine.prefix_counts.hits < 700
+    capsys.readouterr()
+
+
 def shown(text: str) -> str:
     return text.translate(answer._PICTURES).removesuffix("\n")
 

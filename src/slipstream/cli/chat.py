@@ -11,6 +11,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.engine.inputs import encode
 from slipstream.engine.session import Session
 from slipstream.errors import SlipstreamError
+from slipstream.model.cache import columns
 
 PROMPT = ">>> "
 Message = dict[str, str]
@@ -30,6 +31,9 @@ def chat(session: Session, params: SamplingParams, system: str | None, painter: 
     summary.note(
         "Chat: /reset starts anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer, /help lists these."
     )
+    # A turn reads only what was said since the last one, within the memory that one answer may take anyway.
+    session.engine.limit_cache(columns(session.engine.context))
+    session.engine.limit_prefixes(session.engine.context)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while True:
