@@ -72,17 +72,15 @@ class Clock:
         self._terms: dict[tuple[object, ...], _Term] = {}
         self._sights: dict[tuple[int, bool], _Sight] = {}
 
-    def factor(self, rows: int, tokens: Floats, share: Floats, who: Sequence[str]) -> Floats:
-        """Of steps with `rows` rows, by how much they draft.
+    def plain(self, rows: int) -> float:
+        """Factor of a step without drafts."""
+        return math.exp(self._level(rows, rows, ()))
 
-        share: probability that anything is drafted at all; tokens: all that are computed then; who: the
-        drafters.
-        """
-        plain = self._level(rows, rows, ())
-        sizes = np.ceil(np.log2(np.maximum(tokens, 1.0))).astype(int)
-        levels = {size: self._level(rows, 1 << size, who) for size in set(sizes.tolist())}
-        drafting = np.array([levels[size] for size in sizes.tolist()])
-        return np.asarray((1 - share) * math.exp(plain) + share * np.exp(drafting))
+    def drafting(self, rows: int, tokens: Floats, who: Sequence[str]) -> Floats:
+        """Factors of steps with drafts of these drafters, by all the tokens that are computed in them."""
+        sizes = np.ceil(np.log2(np.maximum(tokens, 1.0)) - 1e-6).astype(int).tolist()
+        factors = {size: math.exp(self._level(rows, 1 << size, who)) for size in set(sizes)}
+        return np.array([factors[size] for size in sizes])
 
     def record(self, rows: int, tokens: int, who: Sequence[str], seconds: float, predicted: float) -> None:
         """A step of so many tokens in all took `seconds`; the curves alone said `predicted`."""

@@ -72,8 +72,9 @@ class GoodputConfig:
 @dataclass(frozen=True)
 class Curves:
     """What a step costs with one drafter. prior: measured acceptance of first tokens. max_depth: longest
-    measured draft. per_level: drafted tokens of its trees a level, 0: as the configuration says. measured:
-    whether `step` was, or is a guess without a unit (`guessed_steps`)."""
+    measured draft. per_level: drafted tokens of its trees a level, 0: as the configuration says. block: steps
+    with drafts are computed in multiples of so many tokens. measured: whether `step` was, or is a guess
+    without a unit (`guessed_steps`)."""
 
     step: StepTime
     draft: DraftTime
@@ -81,6 +82,7 @@ class Curves:
     overhead: float = 0.0
     prior: float = 0.6
     per_level: float = 0.0
+    block: int = 1
     measured: bool = True
 
     @classmethod
@@ -99,7 +101,8 @@ class Curves:
         draft = bundle.draft_curve(name)
         seen = add_all(sample.total for sample in bundle.samples(name).values())
         prior = float(seen.conditional(1)[0]) if sum(seen.tested) else 0.6
-        return cls(bundle.step_curve, draft, draft.max_depth, bundle.overhead_seconds, prior)
+        overhead, block = bundle.overhead_seconds, bundle.block
+        return cls(bundle.step_curve, draft, draft.max_depth, overhead, prior, block=block)
 
 
 def guessed_steps() -> StepCurve:
@@ -178,7 +181,7 @@ class Goodput(Controller):
         by_name = {"": curves} if isinstance(curves, Curves) else dict(curves)
         first = next(iter(by_name.values()))
         self._config = config
-        self._step, self._overhead = first.step, first.overhead
+        self._step, self._overhead, self._block = first.step, first.overhead, first.block
         self._kinds = [_Kind(name, own, config) for name, own in by_name.items()]
         self._index = {kind.name: i for i, kind in enumerate(self._kinds)}
         self._clock = Clock(first.measured)
@@ -257,23 +260,28 @@ class Goodput(Controller):
         """Of a step without drafts, with the first of these tokens drafted, the first two …, [tokens + 1]."""
         rows, reach = len(step.room), step.reach[row_of]
         begun = depth_of == 1
-        drafted = step.given + _running(reach * step.width[row_of])
+        # Some drafter may have no draft, and then it is a plain step: `share` is how likely it is not.
         share = np.minimum(_running(reach * begun) + (step.given > 0), 1.0)
-        seconds = self._target(rows, drafted, step.context)
-        who = []
+        drafted = (step.given + _running(reach * step.width[row_of])) / np.maximum(share, 1e-9)
+        drafts, who = np.zeros(len(drafted)), []
         for index, kind in enumerate(self._kinds):
             own, (count, longest) = step.kind[row_of] == index, step.fixed.get(index, (0, 0))
             if count or own.any():
                 who.append(kind.name)
                 counts = count + _running(own & begun).astype(int)
                 depths = np.maximum.accumulate([longest, *np.where(own, depth_of, 0)])
-                seconds += [kind.seconds(c, d) for c, d in zip(counts.tolist(), depths.tolist(), strict=True)]
-        tokens = rows + drafted / np.maximum(share, 1e-9)
-        return seconds * self._clock.factor(rows, tokens, share, who)
+                drafts += [kind.seconds(c, d) for c, d in zip(counts.tolist(), depths.tolist(), strict=True)]
+        plain = self._clock.plain(rows) * (self._target(rows, np.zeros(1), step.context) + drafts)
+        drafting = self._target(rows, drafted, step.context) + drafts
+        drafting *= self._clock.drafting(rows, rows + drafted, who)
+        return np.asarray((1 - share) * plain + share * drafting)
 
     def _target(self, rows: int, drafted: Floats, context: float) -> Floats:
         """Seconds of the target's part of a step, by the curve; drafted: tokens beside the roots."""
-        return self._step.seconds(rows, 1 + drafted / rows, context) + self._overhead
+        tokens = rows + drafted
+        whole = np.ceil(tokens / self._block - 1e-3) * self._block
+        nodes = np.where(drafted > 0, np.maximum(whole, tokens), rows) / rows
+        return self._step.seconds(rows, nodes, context) + self._overhead
 
     def _total(self, step: _Step, depths: Ints) -> float:
         row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < depths[:, None])

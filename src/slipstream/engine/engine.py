@@ -173,13 +173,12 @@ class Engine:
             self.runner.cache.open(sequence.id)
             self.drafter.open(sequence.id, sequence.prompt)
         self._read_prompts()
-        reading_done = time.perf_counter()
         rows = list(self._scheduler.running)
         if rows:
-            budgets = self._plan(rows)
+            clock, budgets = time.perf_counter(), self._plan(rows)
             work = self._propose(rows, budgets)
             output, verdicts, logprobs = self._verify(work)
-            events += self._commit(work, output, verdicts, logprobs, reading_done)
+            events += self._commit(work, output, verdicts, logprobs, clock)
         told = self.seconds - before
         self.seconds.other += time.perf_counter() - began - told.target - told.prefill - told.drafter
         return events
