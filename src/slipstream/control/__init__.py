@@ -15,6 +15,7 @@ __all__ = [
     "Controller",
     "Fixed",
     "Goodput",
+    "GoodputConfig",
     "RowOutcome",
     "RowState",
     "build_controller",

@@ -116,7 +116,7 @@ def measure(
     plan, progress = plan or Plan(), progress or Silent()
     before = load_reasons()
     runner = session.engine.runner
-    _shape(runner, name)  # what it cannot tell is told before an hour has passed
+    target_shape(runner, name)  # what it cannot tell is told before an hour has passed
     session.use("none")
     progress.stage("measuring memory and arithmetic", 0)
     dtype = next(runner.model.parameters()).dtype
@@ -145,7 +145,8 @@ def measure(
     )
 
 
-def _shape(runner: Runner, name: str) -> ModelShape:
+def target_shape(runner: Runner, name: str) -> ModelShape:
+    """ParameterError for a model whose sizes cannot be told from its configuration."""
     return shape_of(runner.config.to_dict(), name, dtype_of(runner))
 
 
@@ -157,7 +158,7 @@ def dtype_of(runner: Runner) -> str:
 def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
     """What was measured of a session's target (fields of `Bundle`), and what it is. name: see `measure`."""
     runner = session.engine.runner
-    shape = _shape(runner, name)
+    shape = target_shape(runner, name)
     return Bundle(
         kind="slipstream-measure",
         version=1,
