@@ -69,12 +69,12 @@ def simulate(
     drafters: Sequence[str] = (),
     stretch: Callable[[int], float] = lambda step: 1.0,
 ) -> Run:
-    """Rows with these acceptances until each has emitted `tokens`; all begin together, or `at_once` of them and
-    the others as there is room.
+    """Rows with these acceptances until each has emitted `tokens`.
 
-    reach: share of the times it is asked that a drafter has a draft. drafters: of the rows, where `cost` tells
-    several apart. stretch: by what a step takes longer than `cost` says, by its number. Whether a token is
-    guessed right, or there is a draft, depends on the seed and where it stands, not on the controller.
+    at_once: so many begin, and the others as there is room; None: all begin together. reach: share of the
+    times it is asked that a drafter has a draft. drafters: of the rows, where `cost` tells several apart.
+    stretch: by what the step of this number takes longer than `cost` says. Whether a token is guessed right,
+    or there is a draft, depends on the seed and where it stands, not on the controller.
     """
     costs = {"": cost} if isinstance(cost, Curves) else dict(cost)
     names = drafters or [next(iter(costs))] * len(rates)
