@@ -64,13 +64,13 @@ def test_at_no_load_is_it_slower_than_plain_or_much_slower_than_the_best_length(
 ) -> None:
     cost, (reach, rate) = real(0.4, price), LAWS[law]
     believed = calibrated(cost)
-    for at_once in (1, 2, 4, 8, 16):
-        rates = [steadily(rate)] * (3 * at_once)
+    for at_once in (1, 4, 16):
+        rates = [steadily(rate)] * (16 + at_once)
 
         def pace(controller: Controller, n: int = at_once, rows: list[Rates] = rates) -> float:
-            return simulate(controller, cost, rows, 96, 5, at_once=n, reach=reach).pace
+            return simulate(controller, cost, rows, 64, 5, at_once=n, reach=reach).pace
 
-        lengths = {depth: pace(Fixed(FixedConfig(depth))) for depth in (0, 1, 2, 3, 5, 7)}
+        lengths = {depth: pace(Fixed(FixedConfig(depth))) for depth in (0, 1, 3, 7)}
         got = pace(goodput(believed))
         assert got >= 0.97 * lengths[0], (at_once, got, lengths)
         assert got >= 0.93 * max(lengths.values()), (at_once, got, lengths)
@@ -83,9 +83,9 @@ def test_speculation_fades_out_as_the_load_grows_and_comes_back() -> None:
     for turn, at_once in enumerate((1, 2, 4, 8, 16, 1)):
         rates = [steadily(0.7)] * at_once
         run = simulate(controller, cost, rates, 150, turn, first_id=100 * turn)
-        depths.append(mean(late(run)))
-    assert depths[0] > 2 and depths[-1] > 2
-    assert depths[:5] == sorted(depths[:5], reverse=True) and depths[4] < 0.2
+        depths.append(mean([d for step in run.depths[10:] if len(step) == at_once for d in step]))
+    assert depths[0] > 2.5 and depths[-1] > 2.5
+    assert depths[0] > depths[2] > depths[4] and depths[1] > depths[3] and depths[4] < 0.2
 
 
 def test_the_line_at_the_start_says_from_which_batch_it_is_off() -> None:
@@ -135,8 +135,7 @@ def test_a_machine_of_half_the_speed_changes_no_choice() -> None:
     quiet = simulate(goodput(cost), cost, rates, 1500)
     busy = simulate(goodput(cost), cost, rates, 1500, stretch=lambda step: 2.0 if step > 100 else 1.0)
     assert abs(mean(late(quiet)) - mean(late(busy))) < 0.5
-    longer = 2 * len([d for d in busy.depths if d])
-    assert busy.seconds < 1.03 * 2 * quiet.seconds and longer
+    assert busy.seconds < 1.03 * 2 * quiet.seconds
 
 
 def test_single_slow_steps_change_no_choice() -> None:

@@ -38,9 +38,9 @@ class _Prior:
     most: float
 
 
-_KNOWN = (_Prior(0.5, 0.02, math.log(16)), _Prior(0.3, 0.005, math.log(4)), _Prior(0.15, 0.005, math.log(4)))
+_KNOWN = (_Prior(0.5, 0.03, math.log(16)), _Prior(0.3, 0.003, math.log(4)), _Prior(0.15, 0.003, math.log(4)))
 # A guessed curve has the wrong unit as well.
-_GUESSED = (_Prior(5.0, 0.02, math.inf), _Prior(0.7, 0.005, math.log(16)), _Prior(0.7, 0.005, math.log(16)))
+_GUESSED = (_Prior(5.0, 0.03, math.inf), _Prior(0.7, 0.003, math.log(16)), _Prior(0.7, 0.003, math.log(16)))
 
 
 class _Term:

@@ -8,14 +8,16 @@ and a curve with kinks needs no other treatment. Rows may have different drafter
 weighed together, and each alone. Nothing is shared between controllers.
 
 Evidence is exponentially forgotten. A row that drafts nothing learns nothing, so such rows are probed with
-one token each whenever `probe_share` of the time that passed without drafting pays for it; a probe that was
-accepted is followed by another at once. Where not even perfect drafts would pay, nothing is probed.
+one token each whenever `probe_share` of the time that passed without drafting pays for it. A row that is new,
+or whose probe was accepted, is probed at once, as long as that costs a bounded time. Where not even perfect
+drafts would pay, nothing is probed.
 
 The curves are held against the seconds that steps really take (`control.clock`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +37,8 @@ from slipstream.errors import ParameterError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int_]
 _ROWS = 4.0  # finished rows after which one's evidence counts half in the prior of new ones
-_NEWCOMERS = 1.0  # steps' worth of time that trying new rows may be ahead of `probe_share`
+_HOT = 1.0  # steps' worth of time that hot rows may be tried for at once …
+_HOT_SHARE = 0.5  # … and what comes of it again, as a share of `probe_share`
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,7 @@ class Goodput(Controller):
         self._clock = Clock(first.measured)
         self._rows: dict[int, tuple[_Kind, Evidence]] = {}
         self._credit = 0.0  # seconds that probes may cost
+        self._hot_credit = math.inf  # and those of hot rows
         self._context = 0.0
 
     # -- planning -------------------------------------------------------------------------------
@@ -303,16 +307,14 @@ class Goodput(Controller):
         if self._credit >= self._total(step, probed) - now:
             self._credit = 0.0
             return probed
-        states = [self._rows[row.seq_id][1] if i else None for row, i in zip(rows, idle, strict=True)]
-        new = np.array([state is not None and state.hot and not state.seen for state in states])
-        if new.any():  # under load there are new rows all the time: they must not cost what probes may not
-            price = self._total(step, np.where(new, 1, depths)) - now
-            if price <= self._credit + _NEWCOMERS * now:
-                self._credit -= price
-            else:
-                new[:] = False
-        again = np.array([state is not None and state.hot and state.seen > 0 for state in states])
-        return np.where(new | again, 1, depths)
+        hot = idle & np.array([i and self._rows[r.seq_id][1].hot for r, i in zip(rows, idle, strict=True)])
+        tried = np.where(hot, 1, depths)
+        price = self._total(step, tried) - now
+        self._hot_credit = min(self._hot_credit + _HOT_SHARE * self._config.probe_share * now, _HOT * now)
+        if price > self._hot_credit:  # under load some row is always new: that must not cost all the time
+            return depths
+        self._hot_credit -= price
+        return tried
 
     def _check(self, step: _Step, depths: Ints) -> Ints:
         """These depths, or for once the other choice, where the clock has not seen it for too long."""
