@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from slipstream.control import Controller, Fixed, Goodput, RowOutcome, RowState
+from slipstream.control.curves import Curves, guessed_steps
 from slipstream.control.fixed import FixedConfig
-from slipstream.control.goodput import Curves, GoodputConfig, guessed_steps
+from slipstream.control.goodput import GoodputConfig
 from slipstream.core.draft import Budget
 from slipstream.cost.curve import DraftCurve, DraftPoint, Point, StepCurve, StepTime
 from slipstream.cost.roofline import Free

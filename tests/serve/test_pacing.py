@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from slipstream import SamplingParams, Session
 from slipstream.control import Goodput, GoodputConfig
-from slipstream.control.goodput import Curves
+from slipstream.control.curves import Curves
 from slipstream.cost.roofline import Free
 from slipstream.serve.capacity import bytes_per_token
 from slipstream.serve.metrics import Metrics

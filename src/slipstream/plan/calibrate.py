@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from slipstream.control import Goodput, GoodputConfig
-from slipstream.control.goodput import Curves, guessed_steps
+from slipstream.control.curves import Curves, guessed_steps
 from slipstream.core.draft import Drafter
 from slipstream.cost.bundle import BUSY_SPREAD, Bundle, read_bundle
 from slipstream.cost.curve import spread
@@ -43,6 +43,7 @@ _MOST_TOKENS = 128
 _CONTEXT = 32  # caches are as wide as for some hundreds of tokens anyway
 _PROMPT = 16
 _ROUNDS = 3
+_MOST_DRAFTING = 16  # rows; beyond, the time goes on in a straight line
 _LONGEST = 8  # drafts, where the drafter itself sets no bound
 
 
@@ -125,7 +126,7 @@ def _draft_runs(offer: Offer, rows: int) -> list[tuple[int, int]]:
     depth = offer.depth
     if not depth:
         return []
-    several = min(depth, 4)
+    rows, several = min(rows, _MOST_DRAFTING), min(depth, 4)
     runs = [(1, depth), (rows, several), (1, 1), (max(rows // 4, 1), several)]
     return list(dict.fromkeys(runs))
 

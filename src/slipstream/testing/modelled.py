@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from slipstream.control import Controller, RowOutcome, RowState
-from slipstream.control.goodput import Curves
+from slipstream.control.curves import Curves
 from slipstream.cost.curve import DraftCurve, DraftPoint, Point, StepCurve
 
 Rates = Callable[[int], Sequence[float]]  # conditional acceptance by position, at an emitted-token count
