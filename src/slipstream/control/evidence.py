@@ -41,13 +41,14 @@ class Evidence:
     """A row's acceptance, and how often it drafted when asked to.
 
     Kept twice: the steady counts are precise, the fresh ones follow. Where these contradict those, the text
-    has changed its kind, and the steady counts begin again from the fresh ones.
+    has changed its kind, and the steady counts begin again from the fresh ones. prior and reach: what is
+    expected of a row of which nothing is known.
     """
 
-    def __init__(self, size: int, prior: float, half_life: float) -> None:
+    def __init__(self, size: int, prior: float, reach: float, half_life: float) -> None:
         self.fresh = _Counts(size, prior, half_life)
         self.steady = _Counts(size, prior, _STEADY * half_life)
-        self.asked = self.answered = FIRST
+        self.asked, self.answered = FIRST, FIRST * reach
         self.waited = 0  # steps since anything was learned
         self.seen = 0  # steps in which it was asked
         self.hot = True  # try once more whatever the estimate: it is new, or its last probe was accepted

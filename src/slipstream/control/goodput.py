@@ -82,7 +82,7 @@ class _Kind:
         self._prior = config.prior or curves.prior
         self._half_life = config.half_life
         self._seconds: dict[tuple[int, int], float] = {}
-        self._finished = [0.0, 0.0]  # tested and accepted first tokens
+        self._finished = np.zeros(4)  # tested and accepted first tokens; times asked and answered
 
     def seconds(self, rows: int, depth: int) -> float:
         """Of drafts for so many rows, the longest so deep; asked of the curve once."""
@@ -95,16 +95,15 @@ class _Kind:
 
     def open(self) -> Evidence:
         """Of a new row."""
-        tested, accepted = self._finished
+        tested, accepted, asked, answered = self._finished.tolist()
         prior = (accepted + FIRST * self._prior) / (tested + FIRST)
-        return Evidence(max(self.depth, 1), prior, self._half_life)
+        reach = (answered + FIRST) / (asked + FIRST)
+        return Evidence(max(self.depth, 1), prior, reach, self._half_life)
 
     def close(self, row: Evidence) -> None:
         if row.seen:
-            keep = 0.5 ** (1 / _ROWS)
-            self._finished = [
-                f * keep + float(c) for f, c in zip(self._finished, row.steady.at[:, 0], strict=True)
-            ]
+            self._finished *= 0.5 ** (1 / _ROWS)
+            self._finished += [*row.steady.at[:, 0], row.asked, row.answered]
 
 
 @dataclass(frozen=True)
