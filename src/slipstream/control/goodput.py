@@ -103,7 +103,7 @@ class _Kind:
     def close(self, row: Evidence) -> None:
         if row.seen:
             self._finished *= 0.5 ** (1 / _ROWS)
-            self._finished += [*row.steady.at[:, 0], row.asked, row.answered]
+            self._finished += np.array([*row.steady.at[:, 0], row.asked, row.answered])
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Goodput(Controller):
         # Some drafter may have no draft, and then it is a plain step: `share` is how likely it is not.
         share = np.minimum(_running(reach * begun) + (step.given > 0), 1.0)
         drafted = (step.given + _running(reach * step.width[row_of])) / np.maximum(share, 1e-9)
-        drafts, who = np.zeros(len(drafted)), []
+        drafts, who = np.zeros(len(drafted)), list[str]()
         for index, kind in enumerate(self._kinds):
             own, (count, longest) = step.kind[row_of] == index, step.fixed.get(index, (0, 0))
             if count or own.any():

@@ -19,7 +19,7 @@ import torch
 from slipstream.control import Goodput, GoodputConfig
 from slipstream.control.curves import Curves, guessed_steps
 from slipstream.core.draft import Drafter
-from slipstream.cost.bundle import BUSY_SPREAD, Bundle, read_bundle
+from slipstream.cost.bundle import BUSY_SPREAD, Bundle, DraftSeconds, read_bundle
 from slipstream.cost.curve import spread
 from slipstream.cost.roofline import Free, spare_tokens
 from slipstream.engine.inputs import encode
@@ -96,7 +96,7 @@ def calibrate(session: Session, offers: Mapping[str, Offer], rows: int, limit: f
     context = max(min(_CONTEXT, runner.context - max(_NODES) - 1), 1)
     grid = [(r, n, context) for r, n in corners(rows)]
     steps = step_seconds(runner, grid, _ROUNDS, limit=_STEPS * limit)
-    drafts, overhead = [], []
+    drafts, overhead = list[DraftSeconds](), list[float]()
     prompt = encode(session.tokenizer, str(read_prompts(None)[0].prompt))[: min(_PROMPT, engine.context // 2)]
     try:
         for offer in offers.values():
