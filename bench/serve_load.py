@@ -1,9 +1,8 @@
 """Load on a server: tokens/s and latencies at several concurrencies, with and without speculation.
 
 Both settings are asked of one server by turns (a request chooses its drafter), and other servers by turns
-with them, so a machine that drifts hurts all alike. One process of each must fit into memory. Every prompt
-is read once before, so that a server that keeps what it has read (prefix caching) is as fast for the setting
-that happens to ask first. Takes about a quarter of an hour for two settings of a 0.5B model on two cores.
+with them, so a machine that drifts hurts all alike. One process of each must fit into memory. Takes about a
+quarter of an hour for two settings of a 0.5B model on two cores.
 
     python bench/serve_load.py --model qwen2.5-coder-0.5b --drafter ngram
     python bench/serve_load.py --url http://127.0.0.1:8000 --peer vllm=http://127.0.0.1:9000
@@ -92,7 +91,7 @@ def plan(levels: Sequence[int], rounds: int, requests: int) -> list[tuple[int, i
     levels of a round ask the same prompts, further rounds the ones after them.
     """
     return [
-        (round_, concurrency, max(requests, 2 * concurrency), round_ * requests)
+        (round_, concurrency, max(requests, 2 * concurrency), 1 + round_ * requests)
         for round_ in range(rounds)
         for concurrency in levels
     ]
@@ -212,9 +211,8 @@ def different(runs: Sequence[dict[str, Any]], one: str, other: str) -> int:
 def measure(args: argparse.Namespace, settings: Sequence[Setting], served: Served) -> list[dict[str, Any]]:
     """All loads, written as they come."""
     levels = [int(c) for c in args.concurrency.split(",")]
-    everything = bodies_of(args, len(read_prompts(args.prompts)), 0)
-    for setting in {s.url: s for s in settings}.values():
-        asyncio.run(load(setting, [{**body, "max_tokens": 2} for body in everything], max(levels)))
+    for setting in settings:  # warm-up
+        asyncio.run(load(setting, bodies_of(args, 1, 0), 1))
     runs: list[dict[str, Any]] = []
     for round_, concurrency, count, first in plan(levels, args.rounds, args.requests):
         bodies = bodies_of(args, count, first)

@@ -55,7 +55,7 @@ def test_the_chart_is_drawn_with_and_without_a_peer() -> None:
 def test_every_level_of_a_round_asks_the_same_prompts_and_no_round_asks_them_again(tmp_path: Path) -> None:
     loads = serve_load.plan([1, 4, 16], rounds=2, requests=12)
     assert [(c, n) for _, c, n, _ in loads[:3]] == [(1, 12), (4, 12), (16, 32)]
-    assert {first for round_, _, _, first in loads if round_ == 1} == {12}
+    assert {first for round_, _, _, first in loads if round_ == 1} == {13}
     file = tmp_path / "p.jsonl"
     file.write_text("\n".join(f'{{"prompt": "p{i}"}}' for i in range(5)))
     args = argparse.Namespace(prompts=file, max_tokens=8, temperature=0.0)

@@ -29,7 +29,7 @@ from slipstream.model.pack import ROWS
 from slipstream.model.parts import ModelParts
 from slipstream.model.progress import Progress
 from slipstream.model.store import Store, write_atomic
-from slipstream.plan.machine import load_reasons, machine_info, processor
+from slipstream.plan.here import load_reasons, processor, this_machine
 from slipstream.plan.measure import bundle_of, dtype_of, target_shape
 from slipstream.plan.prompts import read_prompts
 from slipstream.plan.timing import draft_seconds, step_seconds
@@ -112,7 +112,7 @@ def calibrate(session: Session, offers: Mapping[str, Offer], rows: int, limit: f
     return bundle_of(
         session,
         "target",
-        machine=machine_info(runner.device),
+        machine=this_machine(runner.device),
         busy=bool(before),
         busy_because=before,
         steps=steps,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from slipstream.control.fixed import fixed_spec, tree_nodes
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.stats import DraftCounts
@@ -35,17 +36,15 @@ from slipstream.errors import DrafterError, ParameterError
 from slipstream.model.pack import ROWS
 from slipstream.model.progress import Progress, Silent
 from slipstream.model.runner import Runner
-from slipstream.plan.machine import load_reasons, machine_info
+from slipstream.plan.here import load_reasons, this_machine
 from slipstream.plan.prompts import TaskPrompt
 from slipstream.plan.rates import bandwidth, matrix_rate
 from slipstream.plan.replay import Recorded, replay
 from slipstream.plan.timing import (
     WARM,
     draft_seconds,
-    fixed_length,
     prefill_seconds,
     step_seconds,
-    tree_nodes,
 )
 from slipstream.version import __version__
 
@@ -133,7 +132,7 @@ def measure(
     return bundle_of(
         session,
         name,
-        machine=machine_info(runner.device, read, {dtype_of(runner): rate}),
+        machine=this_machine(runner.device, bandwidth=read, flops={dtype_of(runner): rate}),
         busy=bool(before),
         busy_because=before,
         steps=steps,
@@ -212,9 +211,9 @@ def _drafters(
                 drafter = session.use(spec)
             nodes = tree_nodes(drafter, depth)
             progress.stage(f"counting what {spec} gets accepted on {len(asked)} prompts", 0)
-            counts = _replayed(session, drafter, answers, fixed_length(depth, nodes))
+            counts = _replayed(session, drafter, answers, fixed_spec(depth, nodes))
             if counts is None:
-                session.use(drafter, fixed_length(depth, nodes))
+                session.use(drafter, fixed_spec(depth, nodes))
                 counts, told, reading = _answers(session, asked, plan)
                 answers = answers or told
                 found.prefill += [

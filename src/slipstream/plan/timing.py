@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.core.draft import Drafter
+from slipstream.control.fixed import fixed_spec, tree_nodes
 from slipstream.core.params import SamplingParams
 from slipstream.cost.bundle import DraftSeconds, StepSeconds
 from slipstream.engine.session import Session
@@ -98,16 +98,6 @@ def prefill_seconds(runner: Runner, tokens: int, rounds: int, seed: int = 0) -> 
     return found[1:]
 
 
-def tree_nodes(drafter: Drafter, depth: int) -> int:
-    """Drafted tokens of a draft so deep: as many a level as the drafter's own trees have; a chain has one."""
-    return max(depth, round(depth * drafter.draft_nodes / max(drafter.num_speculative_tokens, 1)))
-
-
-def fixed_length(depth: int, nodes: int) -> str:
-    """The controller that always asks for this."""
-    return f"fixed:num_speculative_tokens={depth},nodes={nodes}"
-
-
 @dataclass
 class DraftRun:
     """drafts: one with all repeats, none where they could not be taken. overhead: the loop's own seconds.
@@ -127,7 +117,7 @@ def draft_seconds(
     """
     engine, run, seconds = session.engine, DraftRun(), list[float]()
     nodes = tree_nodes(engine.drafter, depth)
-    engine.set_drafter(engine.drafter, fixed_length(depth, nodes))
+    engine.set_drafter(engine.drafter, fixed_spec(depth, nodes))
     # Long enough that the budget is never cut by what remains.
     tokens = 2 * (rounds + WARM + 1) * (depth + 1)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
