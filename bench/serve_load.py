@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 PLAIN, SPECULATIVE = "plain", "speculative"
 NOISE = 0.03  # of tokens/s between two runs of the same setting
 FASTER = 1.5  # aimed at for a single client
+WARM_UP = {"messages": [{"role": "user", "content": "Count to twenty."}], "max_tokens": 32}
 _DRAFTED = "spec_decode_draft_tokens_per_row"
 
 
@@ -84,16 +85,18 @@ def bodies_of(args: argparse.Namespace, count: int, first: int) -> list[dict[str
     return made
 
 
-def plan(levels: Sequence[int], rounds: int, requests: int) -> list[tuple[int, int, int, int]]:
+def plan(levels: Sequence[int], rounds: int, requests: int, prompts: int) -> list[tuple[int, int, int, int]]:
     """(round, concurrency, requests, number of the first one) of every load, in order.
 
-    requests: of a level and round; twice the concurrency if that is more, so that it is held for a while. The
-    levels of a round ask the same prompts, further rounds the ones after them.
+    requests: of a level and round; twice the concurrency if that is more, so that it is held for a while. Every
+    level begins with the first prompt, goes on with them from round to round, and asks what no other has asked.
     """
+    counts = [max(requests, 2 * concurrency) for concurrency in levels]
+    stride = prompts * -(-rounds * max(counts) // prompts)
     return [
-        (round_, concurrency, max(requests, 2 * concurrency), 1 + round_ * requests)
+        (round_, concurrency, count, level * stride + round_ * count)
         for round_ in range(rounds)
-        for concurrency in levels
+        for level, (concurrency, count) in enumerate(zip(levels, counts, strict=True))
     ]
 
 
@@ -211,10 +214,11 @@ def different(runs: Sequence[dict[str, Any]], one: str, other: str) -> int:
 def measure(args: argparse.Namespace, settings: Sequence[Setting], served: Served) -> list[dict[str, Any]]:
     """All loads, written as they come."""
     levels = [int(c) for c in args.concurrency.split(",")]
-    for setting in settings:  # warm-up
-        asyncio.run(load(setting, bodies_of(args, 1, 0), 1))
+    for setting in settings:
+        asyncio.run(load(setting, [WARM_UP], 1))
     runs: list[dict[str, Any]] = []
-    for round_, concurrency, count, first in plan(levels, args.rounds, args.requests):
+    prompts = len(read_prompts(args.prompts))
+    for round_, concurrency, count, first in plan(levels, args.rounds, args.requests, prompts):
         bodies = bodies_of(args, count, first)
         turn = (round_ + levels.index(concurrency)) % len(settings)
         for setting in (*settings[turn:], *settings[:turn]):

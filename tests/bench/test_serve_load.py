@@ -52,13 +52,15 @@ def test_the_chart_is_drawn_with_and_without_a_peer() -> None:
         assert png(lambda levels=levels: serve_load.figure(levels)).startswith(b"\x89PNG")  # type: ignore[misc]
 
 
-def test_every_level_of_a_round_asks_the_same_prompts_and_no_round_asks_them_again(tmp_path: Path) -> None:
-    loads = serve_load.plan([1, 4, 16], rounds=2, requests=12)
-    assert [(c, n) for _, c, n, _ in loads[:3]] == [(1, 12), (4, 12), (16, 32)]
-    assert {first for round_, _, _, first in loads if round_ == 1} == {13}
+def test_every_level_asks_every_prompt_and_nothing_is_asked_twice(tmp_path: Path) -> None:
+    loads = serve_load.plan([1, 4, 16], rounds=2, requests=3, prompts=5)
+    assert [(c, n) for _, c, n, _ in loads[:3]] == [(1, 3), (4, 8), (16, 32)]
+    asked = [(c, i) for _, c, n, first in loads for i in range(first, first + n)]
+    assert len({i for _, i in asked}) == len(asked)
+    assert {i % 5 for c, i in asked if c == 1} == {0, 1, 2, 3, 4}
     file = tmp_path / "p.jsonl"
     file.write_text("\n".join(f'{{"prompt": "p{i}"}}' for i in range(5)))
     args = argparse.Namespace(prompts=file, max_tokens=8, temperature=0.0)
-    asked = [b["messages"][0]["content"] for b in serve_load.bodies_of(args, 12, 0)]
-    assert len(set(asked)) == 12
+    texts = [b["messages"][0]["content"] for b in serve_load.bodies_of(args, 12, 0)]
+    assert len(set(texts)) == 12 and texts[0] == "p0" and texts[5].startswith("p0\n")
     assert serve_load.different(RUNS, "speculative", "plain") == 0
