@@ -88,8 +88,8 @@ def bodies_of(args: argparse.Namespace, count: int, first: int) -> list[dict[str
 def plan(levels: Sequence[int], rounds: int, requests: int, prompts: int) -> list[tuple[int, int, int, int]]:
     """(round, concurrency, requests, number of the first one) of every load, in order.
 
-    requests: of a level and round; twice the concurrency if that is more, so that it is held for a while. Every
-    level begins with the first prompt, goes on with them from round to round, and asks what no other has asked.
+    requests: of a level and round; twice the concurrency if that is more, so that it is held for a while.
+    Every level begins with the first prompt, goes on from round to round, and asks what no other has asked.
     """
     counts = [max(requests, 2 * concurrency) for concurrency in levels]
     stride = prompts * -(-rounds * max(counts) // prompts)
