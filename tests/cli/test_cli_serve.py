@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -38,6 +39,8 @@ def test_drafters_have_labels_and_plain_decoding_is_always_there() -> None:
     [
         (["tiny", "--drafter", "ngramm"], "did you mean 'ngram'"),
         (["tiny", "--controller", "nothing"], "unknown controller"),
+        (["tiny", "--controller", "goodput:curve=no.json"], "no.json cannot be read"),
+        (["tiny", "--controller", "goodput:max_dept=3"], "did you mean 'max_depth'"),
         (["tiny", "--max-seconds", "0"], "limit seconds"),
         (["tiny", "--metrics-prefix", "a b"], "prefix"),
         (["tiny", "--tool-form", "odd"], "unknown tool call form"),
@@ -57,8 +60,10 @@ def test_a_mistake_is_one_line_and_status_2(
 def test_it_starts_answers_and_ends_within_its_grace(tmp_path: Path) -> None:
     log = tmp_path / "log"
     options = ["tiny", "--port", "0", "--also", "suffix", "--grace", "0.2", "--cache-memory", "0.1"]
+    options += ["--max-rows", "2", "--threads", "1"]
+    cache = {**os.environ, "SLIPSTREAM_CACHE": str(tmp_path / "cache")}
     with log.open("w") as out:
-        child = subprocess.Popen([*COMMAND, *options], stdout=out, stderr=out)
+        child = subprocess.Popen([*COMMAND, *options], stdout=out, stderr=out, env=cache)
     try:
         deadline = time.monotonic() + 120
         while not (found := re.search(r"at (http://\S+)", log.read_text())):
@@ -84,6 +89,9 @@ def test_it_starts_answers_and_ends_within_its_grace(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
+    assert re.search(
+        r"slipstream: goodput: steps measured in .*; ngram pays .*; suffix pays ", log.read_text()
+    )
     records = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     *_, again, request = [r for r in records if r.get("event") == "request"]
     assert again["cached_tokens"] == cached[1]

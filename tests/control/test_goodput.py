@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.control import Controller, Fixed, Goodput, RowOutcome, RowState, build_controller
+from slipstream.control.curves import Curves
 from slipstream.control.fixed import FixedConfig
-from slipstream.control.goodput import Curves, GoodputConfig
+from slipstream.control.goodput import GoodputConfig
 from slipstream.errors import ParameterError
 from slipstream.testing.modelled import Rates, Run, fake_curves, simulate
 

@@ -52,7 +52,7 @@ def bundle(session: Session, drafters: list[str]) -> Bundle:
     with monkey.context() as patched:
         patched.setattr(module, "bandwidth", lambda device: bandwidth(device, 1 << 16))
         patched.setattr(module, "matrix_rate", lambda device, dtype: matrix_rate(device, dtype, 32))
-        patched.setattr(module, "_load", list)
+        patched.setattr(module, "load_reasons", list)
         return measure(session, "tiny", drafters, PROMPTS, PLAN)
 
 
@@ -139,10 +139,10 @@ def test_steps_are_computed_in_another_order_every_round(session: Session) -> No
 
     runner.forward = watched  # type: ignore[method-assign]
     try:
-        step_seconds(runner, Plan(rows=(1, 2), nodes=(1, 2, 3, 4), contexts=(4,), rounds=3), module.Silent())
+        step_seconds(runner, [(rows, nodes, 4) for rows in (1, 2) for nodes in (1, 2, 3, 4)], 3)
     finally:
         del runner.forward  # type: ignore[method-assign]
-    steps = seen[2:]  # the first read the contexts
+    steps = seen[1:]  # the first read the context
     rounds = [steps[i : i + 8] for i in range(0, len(steps), 8)]
     assert (
         len(rounds) == 4 and len({tuple(r) for r in rounds}) == 4 and len({frozenset(r) for r in rounds}) == 1

@@ -49,7 +49,8 @@ def controllers(json_: Annotated[bool, typer.Option("--json", help="Print JSON."
         listed_controllers(),
         json_,
         "--controller NAME:option=value,option=value",
-        "Without --controller a drafter always drafts as much as its own num_speculative_tokens says.",
+        "Without --controller a drafter always drafts as much as its own num_speculative_tokens says;"
+        " slipstream serve uses goodput.",
     )
 
 

@@ -15,6 +15,7 @@ from slipstream.cli.request import DEFAULT_MODEL
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
+    from slipstream.control import Controller, GoodputConfig
     from slipstream.core.draft import Drafter
     from slipstream.engine.session import Session
 
@@ -42,8 +43,20 @@ def serve(
         ),
     ] = None,
     controller: Annotated[
-        str | None, typer.Option(metavar=_SPEC, help="How much to draft. Default: the drafter's own length.")
+        str | None,
+        typer.Option(
+            metavar=_SPEC,
+            help="How much to draft. Default: goodput, what pays for the whole batch. fixed is the drafter's"
+            " own length; see `slipstream controllers`.",
+        ),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate/--no-calibrate",
+            help="Measure at the start, once, what steps take here; without, goodput learns it on the way.",
+        ),
+    ] = True,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 is any free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -103,13 +116,19 @@ def serve(
     seconds.
     """
     _need_packages()
-    from slipstream.control import build_controller
+    from slipstream.control import build_controller, goodput_config
     from slipstream.drafters import check_spec
 
     specs = drafter_specs(drafter, also or [])
     for spec in specs.values():  # mistakes are told before torch is imported and models are loaded
         check_spec(spec)
-    build_controller(controller, 0)
+    goodput = goodput_config(controller)
+    if goodput is None:
+        build_controller(controller, 0)
+    elif goodput.curve:
+        from slipstream.cost.bundle import read_bundle
+
+        read_bundle(Path(goodput.curve))
     if threads is not None and threads < 1:
         raise ParameterError(f"threads must be at least 1, not {threads}")
     if context is not None and context < 2:
@@ -144,7 +163,10 @@ def serve(
         from slipstream.serve.worker import Worker
 
         default = next(iter(specs))
-        worker = Worker(session, limits, metrics, drafters=drafters, default=default, controller=controller)
+        chosen: Controller | str | None = controller
+        if goodput is not None:
+            chosen = _goodput(session, drafters, specs, goodput, calibrate)
+        worker = Worker(session, limits, metrics, drafters=drafters, default=default, controller=chosen)
         tokens = limit_cache(session, None if cache_memory is None else int(cache_memory * (1 << 30)))
         session.engine.limit_prefixes(tokens if prefix_cache else 0)
         service = Service(session, worker, limits, Options(names, tool_form, log_prompts))
@@ -212,6 +234,28 @@ def _loaded(
             session = stack.enter_context(load(model, "none", progress=drawn, **options))
             drafters = {label: build_drafter(spec, session.info) for label, spec in specs.items()}
         yield session, drafters
+
+
+def _goodput(
+    session: Session,
+    drafters: dict[str, Drafter],
+    specs: dict[str, str],
+    config: GoodputConfig,
+    measure: bool,
+) -> Controller | None:
+    """The controller, with what its curves say told on stderr; None where nothing drafts."""
+    from slipstream.cli.output import progress
+    from slipstream.plan.calibrate import Offer, goodput_for
+
+    offers = {label: Offer(drafter, specs[label]) for label, drafter in drafters.items()}
+    with progress(transient=True) as drawn:
+        found = goodput_for(
+            session, offers, config, session.engine.load.slots, measure=measure, progress=drawn
+        )
+    if found is None:
+        return None
+    typer.echo(f"slipstream: {found.told}", err=True)
+    return found.controller
 
 
 def _toy(folder: str) -> str:

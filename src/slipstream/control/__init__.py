@@ -5,7 +5,7 @@ from __future__ import annotations
 from slipstream.control.additive import Additive
 from slipstream.control.base import Controller, RowOutcome, RowState
 from slipstream.control.fixed import Fixed
-from slipstream.control.goodput import Goodput
+from slipstream.control.goodput import Goodput, GoodputConfig
 from slipstream.core.spec import make_config, parse_spec
 from slipstream.errors import ParameterError
 
@@ -15,9 +15,11 @@ __all__ = [
     "Controller",
     "Fixed",
     "Goodput",
+    "GoodputConfig",
     "RowOutcome",
     "RowState",
     "build_controller",
+    "goodput_config",
 ]
 
 KINDS = {kind.name: kind for kind in (Fixed, Additive, Goodput)}
@@ -40,3 +42,12 @@ def build_controller(
         values.setdefault("nodes_per_level", str(default_nodes / default_length))
     kind = KINDS[name]
     return kind(make_config(kind.Config, name, values))  # type: ignore[arg-type]
+
+
+def goodput_config(spec: str | None) -> GoodputConfig | None:
+    """The options of `goodput:…`, in which the curve may be left out, for who has curves of his own. None is
+    goodput as well; of other controllers there are none."""
+    name, values = parse_spec(spec or Goodput.name)
+    if name != Goodput.name:
+        return None
+    return make_config(GoodputConfig, name, {"curve": "", **values})

@@ -11,11 +11,17 @@ from slipstream.core.draft import Budget
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """A running row before a step. position: committed tokens. remaining: tokens it may still emit."""
+    """A running row before a step. position: committed tokens. remaining: tokens it may still emit.
+
+    drafter: which one drafts for it, where there are several. fixed: what it will draft whatever the
+    controller says; it is in the step all the same.
+    """
 
     seq_id: int
     position: int
     remaining: int
+    drafter: str = ""
+    fixed: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,8 @@ class Controller(ABC):
         """One budget a row, in order. Depth 0 is a plain step."""
 
     def record(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:  # noqa: B027
-        """The step's outcomes, in the order of `plan`, and its wall-clock seconds."""
+        """The step's outcomes, in the order of `plan`, and its wall-clock seconds without the reading of
+        prompts."""
 
     def forget(self, seq_id: int) -> None:  # noqa: B027
         """The row is gone."""

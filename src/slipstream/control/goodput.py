@@ -4,37 +4,40 @@ Each step's budgets maximise  Σ_rows E[tokens] / (T(rows, drafted tokens) + T_d
 curves and each row's own acceptance of late (the objective of TurboSpec, arXiv 2406.14066, by row instead of
 one length for all). A row's next drafted token is worth the product of its acceptances so far, which falls
 with depth, so the best k drafted tokens of a batch are the k largest of these products: every k is looked at,
-and a curve with kinks needs no other treatment. Nothing is shared between controllers.
+and a curve with kinks needs no other treatment. Rows may have different drafters: then all of these are
+weighed together, and each alone. Nothing is shared between controllers.
 
 Evidence is exponentially forgotten. A row that drafts nothing learns nothing, so such rows are probed with
-one token each whenever `probe_share` of the time that passed without drafting pays for it; a probe that was
-accepted is followed by another at once. Where not even perfect drafts would pay, nothing is probed.
+one token each whenever `probe_share` of the time that passed without drafting pays for it. A row that is new,
+or whose probe was accepted, is probed at once, as long as that costs a bounded time. Where not even perfect
+drafts would pay, nothing is probed.
+
+The curves are held against the seconds that steps really take (`control.clock`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.control.base import Controller, RowOutcome, RowState
+from slipstream.control.clock import Clock
+from slipstream.control.curves import Curves
+from slipstream.control.evidence import FIRST, Evidence
 from slipstream.core.draft import Budget
-from slipstream.cost.accept import add_all
-from slipstream.cost.curve import DraftTime, StepTime
 from slipstream.errors import ParameterError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int_]
-_FIRST = 2.0  # a new row's prior counts as so many tested tokens
-_LEAN = 6.0  # a position leans on the one before it as on so many tested tokens
-_STEADY = 8.0  # steady evidence lives so many times as long as fresh
-_CHANGE = 2.5  # standard deviations between them that chance does not explain
-_KEPT = 4.0  # evidence that waiting alone does not take away
 _ROWS = 4.0  # finished rows after which one's evidence counts half in the prior of new ones
-_BLOCK = 256  # contexts are told apart in steps of so many tokens
+_HOT = 1.0  # steps' worth of time that hot rows may be tried for at once …
+_HOT_SHARE = 0.5  # … and what comes of it again, as a share of `probe_share`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,248 +71,259 @@ class GoodputConfig:
                 )
 
 
-@dataclass(frozen=True)
-class Curves:
-    """What a step costs. prior: measured acceptance of first tokens. max_depth: longest measured draft."""
+class _Kind:
+    """One drafter: what its drafts cost, and what rows of it that are gone had accepted."""
 
-    step: StepTime
-    draft: DraftTime
-    max_depth: int
-    overhead: float = 0.0
-    prior: float = 0.6
+    def __init__(self, name: str, curves: Curves, config: GoodputConfig) -> None:
+        self.name = name
+        self.depth = max(config.max_depth or curves.max_depth, 0)
+        self.width = curves.per_level or config.nodes_per_level
+        self._draft = curves.draft
+        self._prior = config.prior or curves.prior
+        self._half_life = config.half_life
+        self._seconds: dict[tuple[int, int], float] = {}
+        self._finished = np.zeros(4)  # tested and accepted first tokens; times asked and answered
 
-    @classmethod
-    def read(cls, path: Path, drafter: str = "") -> Curves:
-        """From a measurement. ParameterError where the drafter is not in it or not named among several."""
-        from slipstream.cost.bundle import read_bundle  # pydantic is not needed for anything else here
-
-        bundle = read_bundle(path)
-        timed = list(dict.fromkeys(d.drafter for d in bundle.drafts))
-        if not drafter and len(timed) != 1:
-            raise ParameterError(
-                f"{path} has measured {len(timed)} drafters ({', '.join(timed) or 'none'}): name one with"
-                " goodput:drafter=NAME"
+    def seconds(self, rows: int, depth: int) -> float:
+        """Of drafts for so many rows, the longest so deep; asked of the curve once."""
+        if (rows, depth) not in self._seconds:
+            nodes = round(depth * self.width)
+            self._seconds[rows, depth] = (
+                self._draft.draft_seconds(rows, depth, nodes) if rows and depth else 0.0
             )
-        name = drafter or timed[0]
-        draft = bundle.draft_curve(name)
-        seen = add_all(sample.total for sample in bundle.samples(name).values())
-        prior = float(seen.conditional(1)[0]) if sum(seen.tested) else 0.6
-        return cls(bundle.step_curve, draft, draft.max_depth, bundle.overhead_seconds, prior)
+        return self._seconds[rows, depth]
 
+    def open(self) -> Evidence:
+        """Of a new row."""
+        tested, accepted, asked, answered = self._finished.tolist()
+        prior = (accepted + FIRST * self._prior) / (tested + FIRST)
+        reach = (answered + FIRST) / (asked + FIRST)
+        return Evidence(max(self.depth, 1), prior, reach, self._half_life)
 
-class _Counts:
-    """Tested and accepted tokens by position, [2, max_depth], forgotten by half in `half_life` steps."""
-
-    def __init__(self, size: int, prior: float, half_life: float) -> None:
-        self.at = np.zeros((2, size))
-        self.at[:, 0] = _FIRST, _FIRST * prior
-        self._half_life = half_life
-
-    def fade(self, steps: int) -> None:
-        """Waiting alone leaves a little."""
-        self.at *= max(0.5 ** (steps / self._half_life), min(1.0, _KEPT / self.at[0, 0]))
-
-    def rates(self) -> Floats:
-        """Conditional acceptance; a thinly tested position leans on the one before it."""
-        rates = np.empty(self.at.shape[1])
-        before, lean = 0.0, 0.0
-        for i, (tested, accepted) in enumerate(self.at.T.tolist()):
-            before = (accepted + lean * before) / (tested + lean)
-            rates[i], lean = before, _LEAN
-        return rates
-
-
-class _Row:
-    """A row's evidence, and how often it drafted when asked to.
-
-    Kept twice: the steady counts are precise, the fresh ones follow. Where these contradict those, the text
-    has changed its kind, and the steady counts begin again from the fresh ones.
-    """
-
-    def __init__(self, size: int, prior: float, half_life: float) -> None:
-        self.fresh = _Counts(size, prior, half_life)
-        self.steady = _Counts(size, prior, _STEADY * half_life)
-        self.asked = self.answered = _FIRST
-        self.waited = 0  # steps since anything was learned
-        self.seen = 0  # steps in which it was asked
-        self.hot = True  # try once more whatever the estimate: it is new, or its last probe was accepted
-        self.budget = 0  # what it was given this step
-        self._half_life = half_life
-
-    @property
-    def reach(self) -> float:
-        """Share of the times it was asked that it drafted."""
-        return self.answered / self.asked
-
-    def values(self) -> Floats:
-        """Expected tokens that each further drafted token adds, [max_depth]."""
-        return np.asarray(np.cumprod(self.steady.rates()) * self.reach)
-
-    def learn(self, outcome: RowOutcome) -> None:
-        kept = max(0.5 ** (self.waited / self._half_life), min(1.0, _KEPT / self.asked))
-        self.asked = self.asked * kept + 1
-        self.answered = self.answered * kept + (outcome.depth > 0)
-        for counts in (self.fresh, self.steady):
-            counts.fade(self.waited)
-            for i in range(min(outcome.depth, counts.at.shape[1])):
-                counts.at[0, i] += outcome.accepted >= i and outcome.emitted > i
-                counts.at[1, i] += outcome.accepted > i
-        self.waited, self.hot = 0, outcome.accepted > 0
-        if self._changed():
-            self.steady.at = self.fresh.at.copy()
-
-    def _changed(self) -> bool:
-        """Whether the fresh rate of some position is too far from the steady one to be chance."""
-        tested, accepted = self.fresh.at
-        steady = np.clip(self.steady.rates(), 0.05, 0.95)
-        off = accepted - steady * tested
-        return bool(np.any(off * off > _CHANGE**2 * tested * steady * (1 - steady)))
-
-
-@dataclass
-class _Tables:
-    """Seconds of steps and drafts, asked of the curves once."""
-
-    curves: Curves
-    per_level: float
-    _steps: dict[tuple[int, int], Floats] = field(default_factory=dict)
-    _drafts: dict[tuple[int, int], float] = field(default_factory=dict)
-
-    def step(self, rows: int, drafted: Floats, context: float) -> Floats:
-        """drafted: tokens beside the roots, all rows together, before the width of a tree."""
-        block = round(context / _BLOCK)
-        key = (rows, block)
-        if key not in self._steps:
-            most = np.arange(rows * self.curves.max_depth + 1)
-            nodes = 1 + most * self.per_level / rows
-            self._steps[key] = self.curves.step.seconds(rows, nodes, block * _BLOCK) + self.curves.overhead
-        table = self._steps[key]
-        return np.interp(drafted, np.arange(len(table)), table)
-
-    def draft(self, rows: int, depth: int) -> float:
-        if (rows, depth) not in self._drafts:
-            nodes = round(depth * self.per_level)
-            self._drafts[rows, depth] = self.curves.draft.draft_seconds(rows, depth, nodes) if depth else 0.0
-        return self._drafts[rows, depth]
+    def close(self, row: Evidence) -> None:
+        if row.seen:
+            self._finished *= 0.5 ** (1 / _ROWS)
+            self._finished += np.array([*row.steady.at[:, 0], row.asked, row.answered])
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What is expected of the rows of a step: worth of each drafted token [rows, max_depth], reach [rows],
-    how many tokens each may draft [rows]; and their mean context."""
+    """What is expected of the rows of a step.
+
+    values [rows, depth]: worth of each drafted token. reach [rows]: probability of a draft when asked. room
+    [rows]: tokens that may be asked for. kind [rows]: whose draft it would be, -1 without. width [rows]:
+    tokens a level. fixed: by kind, rows that draft whatever is decided and their longest depth; given: their
+    tokens in all.
+    """
 
     values: Floats
     reach: Floats
     room: Ints
+    kind: Ints
+    width: Floats
+    fixed: Mapping[int, tuple[int, int]]
+    given: int
     context: float
 
 
 class Goodput(Controller):
-    """See the module. `curves` stands in for the file that the configuration names."""
+    """See the module. `curves` stands in for the file that the configuration names.
+
+    Curves by the name of a drafter serve rows of several drafters (`RowState.drafter`); they share a step
+    curve. Rows of others, and those with a fixed budget, are counted in and left as they are.
+    """
 
     name = "goodput"
     Config = GoodputConfig
 
-    def __init__(self, config: GoodputConfig, curves: Curves | None = None) -> None:
+    def __init__(self, config: GoodputConfig, curves: Curves | Mapping[str, Curves] | None = None) -> None:
         curves = curves or Curves.read(Path(config.curve), config.drafter)
-        self.max_depth = config.max_depth or curves.max_depth
+        by_name = {"": curves} if isinstance(curves, Curves) else dict(curves)
+        first = next(iter(by_name.values()))
         self._config = config
-        self._prior = config.prior or curves.prior
-        depth = max(self.max_depth, curves.max_depth)
-        self._tables = _Tables(
-            Curves(curves.step, curves.draft, depth, curves.overhead), config.nodes_per_level
-        )
-        self._rows: dict[int, _Row] = {}
-        self._finished = [0.0, 0.0]  # tested and accepted first tokens of rows that are gone
+        self._step, self._overhead, self._block = first.step, first.overhead, first.block
+        self._kinds = [_Kind(name, own, config) for name, own in by_name.items()]
+        self._index = {kind.name: i for i, kind in enumerate(self._kinds)}
+        self._clock = Clock(first.measured)
+        self._rows: dict[int, tuple[_Kind, Evidence]] = {}
         self._credit = 0.0  # seconds that probes may cost
+        self._hot_credit = math.inf  # and those of hot rows
+        self._context = 0.0
 
     # -- planning -------------------------------------------------------------------------------
 
     def plan(self, rows: Sequence[RowState]) -> list[Budget]:
         if not rows:
             return []
-        states = [self._row(row.seq_id) for row in rows]
-        step = _Step(
-            values=np.array([state.values() for state in states]),
-            reach=np.array([state.reach for state in states]),
-            room=np.array([max(min(row.remaining - 1, self.max_depth), 0) for row in rows]),
-            context=sum(row.position for row in rows) / len(rows),
-        )
+        step = self._look_at(rows)
         depths, pace = self._best(step)
-        depths = self._probe(step, depths, pace, [state.hot for state in states])
+        depths = self._probe(step, depths, pace, rows)
+        depths = self._check(step, depths)
         budgets = []
-        for state, depth in zip(states, depths.tolist(), strict=True):
-            state.budget = depth
-            budgets.append(Budget(depth, round(depth * self._config.nodes_per_level)))
+        for row, depth, width in zip(rows, depths.tolist(), step.width.tolist(), strict=True):
+            if row.seq_id in self._rows:
+                self._rows[row.seq_id][1].budget = depth
+            budgets.append(row.fixed or Budget(depth, round(depth * width)))
         return budgets
+
+    def depth_at(self, rows: int, drafter: str = "") -> int:
+        """How deep so many new rows of a drafter would draft, by curves and prior; 0: it does not pay."""
+        states = [RowState(-1 - i, 0, 1 << 30, drafter) for i in range(rows)]
+        try:
+            return int(self._best(self._look_at(states))[0].max())
+        finally:
+            for state in states:
+                self._rows.pop(state.seq_id, None)
+
+    def _look_at(self, rows: Sequence[RowState]) -> _Step:
+        deepest = max((kind.depth for kind in self._kinds), default=0)
+        values, reach = np.zeros((len(rows), max(deepest, 1))), np.zeros(len(rows))
+        room, kinds = np.zeros(len(rows), dtype=int), np.full(len(rows), -1)
+        width = np.ones(len(rows))
+        fixed: dict[int, tuple[int, int]] = {}
+        for i, row in enumerate(rows):
+            index = self._index.get(row.drafter, -1)
+            if row.fixed is not None:
+                if row.fixed.depth:
+                    count, longest = fixed.get(index, (0, 0))
+                    fixed[index] = count + 1, max(longest, row.fixed.depth)
+                continue
+            if index < 0:
+                continue
+            kind, state = self._row(row.seq_id, index)
+            own = state.values()
+            values[i, : len(own)], reach[i] = own, state.reach
+            room[i] = max(min(row.remaining - 1, kind.depth), 0)
+            kinds[i], width[i] = index, kind.width
+        self._context = sum(row.position for row in rows) / len(rows)
+        given = sum(row.fixed.nodes for row in rows if row.fixed is not None)
+        return _Step(values, reach, room, kinds, width, fixed, given, self._context)
 
     def _best(self, step: _Step) -> tuple[Ints, float]:
         """Depth of each row and the tokens a second that these are expected to give."""
-        rows = len(step.values)
-        row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < step.room[:, None])
+        found = [self._best_within(step, step.room)]
+        able = set(step.kind[step.room > 0].tolist())
+        if len(able) > 1:  # a cheap drafter may pay where a costly one beside it does not
+            found += [self._best_within(step, np.where(step.kind == kind, step.room, 0)) for kind in able]
+        return max(found, key=lambda one: one[1])
+
+    def _best_within(self, step: _Step, room: Ints) -> tuple[Ints, float]:
+        rows = len(room)
+        row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < room[:, None])
         worth = step.values[row_of, depth_of]
         order = np.lexsort((depth_of, -worth))  # the most valuable first, of equal ones the shallower
         row_of, depth_of = row_of[order], depth_of[order] + 1
-        tokens = rows + np.concatenate([[0.0], np.cumsum(worth[order])])
-        drafted = np.concatenate([[0.0], np.cumsum(step.reach[row_of])])
-        seconds = self._tables.step(rows, drafted, step.context)
-        drafting, longest = np.cumsum(depth_of == 1).tolist(), np.maximum.accumulate(depth_of).tolist()
-        seconds[1:] += [self._tables.draft(r, d) for r, d in zip(drafting, longest, strict=True)]
-        best = int(np.argmax(tokens / seconds))
-        return np.bincount(row_of[:best], minlength=rows), float(tokens[best] / seconds[best])
+        pace = (rows + _running(worth[order])) / self._seconds(step, row_of, depth_of)
+        best = int(np.argmax(pace))
+        return np.bincount(row_of[:best], minlength=rows), float(pace[best])
 
-    def _probe(self, step: _Step, depths: Ints, pace: float, hot: Sequence[bool]) -> Ints:
+    def _seconds(self, step: _Step, row_of: Ints, depth_of: Ints) -> Floats:
+        """Of a step without drafts, with the first of these tokens drafted, the first two …, [tokens + 1]."""
+        rows, reach = len(step.room), step.reach[row_of]
+        begun = depth_of == 1
+        # Some drafter may have no draft, and then it is a plain step: `share` is how likely it is not.
+        share = np.minimum(_running(reach * begun) + (step.given > 0), 1.0)
+        drafted = (step.given + _running(reach * step.width[row_of])) / np.maximum(share, 1e-9)
+        drafts, who = np.zeros(len(drafted)), list[str]()
+        for index, kind in enumerate(self._kinds):
+            own, (count, longest) = step.kind[row_of] == index, step.fixed.get(index, (0, 0))
+            if count or own.any():
+                who.append(kind.name)
+                counts = count + _running(own & begun).astype(int)
+                depths = np.maximum.accumulate([longest, *np.where(own, depth_of, 0)])
+                drafts += [kind.seconds(c, d) for c, d in zip(counts.tolist(), depths.tolist(), strict=True)]
+        plain = self._clock.plain(rows) * (self._target(rows, np.zeros(1), step.context) + drafts)
+        drafting = self._target(rows, drafted, step.context) + drafts
+        drafting *= self._clock.drafting(rows, rows + drafted, who)
+        return np.asarray((1 - share) * plain + share * drafting)
+
+    def _target(self, rows: int, drafted: Floats, context: float) -> Floats:
+        """Seconds of the target's part of a step, by the curve; drafted: tokens beside the roots."""
+        tokens = rows + drafted
+        whole = np.ceil(tokens / self._block - 1e-3) * self._block
+        nodes = np.where(drafted > 0, np.maximum(whole, tokens), rows) / rows
+        return self._step.seconds(rows, nodes, context) + self._overhead
+
+    def _total(self, step: _Step, depths: Ints) -> float:
+        row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < depths[:, None])
+        return float(self._seconds(step, row_of, depth_of + 1)[-1])
+
+    def _probe(self, step: _Step, depths: Ints, pace: float, rows: Sequence[RowState]) -> Ints:
         """Depths with a token for rows that would draft nothing and are worth another look."""
         idle = (depths == 0) & (step.room > 0)
         if not idle.any():
             return depths
-        hopeful = _Step(
-            np.where(idle[:, None], 1.0, step.values),
-            np.where(idle, 1.0, step.reach),
-            step.room,
-            step.context,
+        hopeful = replace(
+            step, values=np.where(idle[:, None], 1.0, step.values), reach=np.where(idle, 1.0, step.reach)
         )
         if self._best(hopeful)[1] <= pace:
             return depths  # not even perfect drafts would pay
-        now = self._seconds(step, depths)
+        now = self._total(step, depths)
         probed = np.where(idle, 1, depths)
         self._credit += self._config.probe_share * now
-        if self._credit >= self._seconds(step, probed) - now:
+        if self._credit >= self._total(step, probed) - now:
             self._credit = 0.0
             return probed
-        return np.where(idle & np.array(hot), 1, depths)
+        hot = idle & np.array([i and self._rows[r.seq_id][1].hot for r, i in zip(rows, idle, strict=True)])
+        tried = np.where(hot, 1, depths)
+        price = self._total(step, tried) - now if hot.any() else 0.0
+        self._hot_credit = min(self._hot_credit + _HOT_SHARE * self._config.probe_share * now, _HOT * now)
+        if price > self._hot_credit:  # under load some row is always new: that must not cost all the time
+            return depths
+        self._hot_credit -= price
+        return tried
 
-    def _seconds(self, step: _Step, depths: Ints) -> float:
-        drafting = int(np.count_nonzero(depths))
-        drafted = np.array(float(depths @ step.reach))
-        target = float(self._tables.step(len(depths), drafted, step.context))
-        return target + self._tables.draft(drafting, int(depths.max()))
+    def _check(self, step: _Step, depths: Ints) -> Ints:
+        """These depths, or for once the other choice, where the clock has not seen it for too long."""
+        drafting = bool(depths.any())
+        if step.given or not self._clock.stale(len(depths), not drafting):
+            return depths
+        return np.zeros_like(depths) if drafting else np.minimum(step.room, 1)
 
     # -- learning -------------------------------------------------------------------------------
 
-    def _row(self, seq_id: int) -> _Row:
+    def _row(self, seq_id: int, index: int) -> tuple[_Kind, Evidence]:
         if seq_id not in self._rows:
-            tested, accepted = self._finished
-            prior = (accepted + _FIRST * self._prior) / (tested + _FIRST)
-            size = max(self.max_depth, 1)
-            self._rows[seq_id] = _Row(size, prior, self._config.half_life)
+            self._rows[seq_id] = self._kinds[index], self._kinds[index].open()
         return self._rows[seq_id]
 
     def record(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+        reading = False
         for outcome in outcomes:
-            row = self._row(outcome.seq_id)
+            if outcome.seq_id not in self._rows:
+                continue
+            _, row = self._rows[outcome.seq_id]
             row.waited += 1
             if not row.budget:
                 continue
             row.seen += 1
+            reading |= row.seen == 1
             if not outcome.depth and row.seen == 1:
                 continue  # a drafter may have had to read the prompt first
             row.learn(outcome)
+        if outcomes and not reading:  # reading the prompt is not what a step takes
+            self._time(outcomes, seconds)
+
+    def _time(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+        """Tell the clock of a step."""
+        rows, drafted = len(outcomes), sum(o.nodes for o in outcomes)
+        predicted = float(self._target(rows, np.array(float(drafted)), self._context))
+        depths: dict[str, list[int]] = {}
+        for outcome in outcomes:
+            if outcome.depth and outcome.seq_id in self._rows:
+                depths.setdefault(self._rows[outcome.seq_id][0].name, []).append(outcome.depth)
+        for name, own in depths.items():
+            predicted += self._kinds[self._index[name]].seconds(len(own), max(own))
+        if drafted == sum(o.nodes for o in outcomes if o.seq_id in self._rows):  # else others drafted as well
+            who = [kind.name for kind in self._kinds if kind.name in depths]
+            self._clock.record(rows, rows + drafted, who, seconds, predicted)
 
     def forget(self, seq_id: int) -> None:
-        row = self._rows.pop(seq_id, None)
-        if row is not None and row.seen:
-            keep = 0.5 ** (1 / _ROWS)
-            self._finished = [
-                f * keep + float(c) for f, c in zip(self._finished, row.steady.at[:, 0], strict=True)
-            ]
+        kind, row = self._rows.pop(seq_id, (None, None))
+        if kind is not None and row is not None:
+            kind.close(row)
+
+
+def _running(values: NDArray[Any]) -> Floats:
+    """Sums of the first none, one, two … of them."""
+    return np.concatenate([[0.0], np.cumsum(values)])

@@ -125,7 +125,7 @@ class DrafterInfo(_Model):
 
 
 class Bundle(_Model):
-    """One measurement of one target on one machine."""
+    """One measurement of one target on one machine. block: steps compute multiples of so many tokens."""
 
     kind: Literal["slipstream-measure"]
     version: Literal[1]
@@ -135,6 +135,7 @@ class Bundle(_Model):
     parameters: AtLeastOne
     weight_bytes: AtLeastOne
     kv_bytes: Count
+    block: AtLeastOne = 1
     machine: MachineInfo
     versions: dict[str, str]
     busy: bool

@@ -190,10 +190,10 @@ class Engine:
         self._read_prompts()
         rows = list(self._scheduler.running)
         if rows:
-            budgets = self._plan(rows)
+            clock, budgets = time.perf_counter(), self._plan(rows)
             work = self._propose(rows, budgets)
             output, verdicts, logprobs = self._verify(work)
-            events += self._commit(work, output, verdicts, logprobs, began)
+            events += self._commit(work, output, verdicts, logprobs, clock)
         told = self.seconds - before
         self.seconds.other += time.perf_counter() - began - told.target - told.prefill - told.drafter
         return events

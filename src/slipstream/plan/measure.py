@@ -10,18 +10,15 @@ no target is replayed on the answers that another one's run has left.
 from __future__ import annotations
 
 import math
-import os
 import platform
-import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-import psutil
 import torch
 
+from slipstream.control.fixed import fixed_spec, tree_nodes
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.stats import DraftCounts
@@ -30,25 +27,26 @@ from slipstream.cost.bundle import (
     Bundle,
     DrafterInfo,
     DraftSeconds,
-    MachineInfo,
     PrefillSeconds,
-    StepSeconds,
 )
-from slipstream.cost.shape import shape_of
+from slipstream.cost.shape import ModelShape, shape_of
 from slipstream.engine.inputs import encode
 from slipstream.engine.session import Session
 from slipstream.errors import DrafterError, ParameterError
-from slipstream.model import memory
-from slipstream.model.cache import WIDTH, round_up
-from slipstream.model.pack import PackRow
+from slipstream.model.pack import ROWS
 from slipstream.model.progress import Progress, Silent
 from slipstream.model.runner import Runner
+from slipstream.plan.here import load_reasons, this_machine
 from slipstream.plan.prompts import TaskPrompt
 from slipstream.plan.rates import bandwidth, matrix_rate
 from slipstream.plan.replay import Recorded, replay
+from slipstream.plan.timing import (
+    WARM,
+    draft_seconds,
+    prefill_seconds,
+    step_seconds,
+)
 from slipstream.version import __version__
-
-_WARM = 2  # steps of a run that are not timed: a drafter reads the prompt in the first
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Plan:
                 raise ParameterError(f"--{name} must be whole numbers from 1 on, such as 1,2,4")
         if 1 not in self.nodes:
             raise ParameterError("--nodes must hold 1, the plain step that all is compared with")
-        for name, least in (("rounds", 3), ("tokens", max(self.depths) + _WARM + 1), ("most_tokens", 1)):
+        for name, least in (("rounds", 3), ("tokens", max(self.depths) + WARM + 1), ("most_tokens", 1)):
             if getattr(self, name) < least:
                 raise ParameterError(
                     f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}"
@@ -115,43 +113,26 @@ def measure(
     The session needs room for the most rows that are asked for. Its drafter is plain decoding afterwards.
     """
     plan, progress = plan or Plan(), progress or Silent()
-    before = _load()
+    before = load_reasons()
     runner = session.engine.runner
-    dtype = next(runner.model.parameters()).dtype
-    shape = shape_of(runner.config.to_dict(), name, str(dtype).removeprefix("torch."))
+    target_shape(runner, name)  # what it cannot tell is told before an hour has passed
     session.use("none")
     progress.stage("measuring memory and arithmetic", 0)
+    dtype = next(runner.model.parameters()).dtype
     read, rate = bandwidth(runner.device), matrix_rate(runner.device, dtype)
-    steps = step_seconds(runner, plan, progress)
+    progress.stage(f"measuring {len(plan.grid)} steps", 0)
+    steps = step_seconds(runner, plan.grid, plan.rounds, seed=plan.seed)
+    rounds = min(plan.rounds, 3)
     prefill = [
-        PrefillSeconds(model="target", tokens=t, seconds=_prefill(runner, t, plan)) for t in plan.prefill
+        PrefillSeconds(model="target", tokens=t, seconds=prefill_seconds(runner, t, rounds, plan.seed))
+        for t in plan.prefill
     ]
     found = _drafters(session, drafters, prompts, plan, progress) if drafters else _Found()
     session.use("none")
-    return Bundle(
-        kind="slipstream-measure",
-        version=1,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        model=name,
-        dtype=shape.dtype,
-        parameters=shape.parameters,
-        weight_bytes=runner.weight_bytes,
-        kv_bytes=round(shape.kv_bytes),
-        machine=MachineInfo(
-            name=_machine(runner.device),
-            device=runner.device.type,
-            threads=torch.get_num_threads(),
-            memory_bytes=memory.total()
-            if runner.device.type == "cpu"
-            else torch.cuda.get_device_properties(runner.device).total_memory,
-            bandwidth=read,
-            flops={shape.dtype: rate},
-        ),
-        versions={
-            "slipstream": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+    return bundle_of(
+        session,
+        name,
+        machine=this_machine(runner.device, bandwidth=read, flops={dtype_of(runner): rate}),
         busy=bool(before),
         busy_because=before,
         steps=steps,
@@ -163,70 +144,37 @@ def measure(
     )
 
 
-def _load() -> list[str]:
-    """Why the machine is not quiet before anything was measured."""
-    load, cores = psutil.getloadavg()[0], os.cpu_count() or 1
-    return [f"the load was {load:.1f} on {cores} cores at the start"] if load > 0.5 * cores else []
+def target_shape(runner: Runner, name: str) -> ModelShape:
+    """ParameterError for a model whose sizes cannot be told from its configuration."""
+    return shape_of(runner.config.to_dict(), name, dtype_of(runner))
 
 
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores ({platform.node()})"
+def dtype_of(runner: Runner) -> str:
+    """As files name it, such as bfloat16."""
+    return str(next(runner.model.parameters()).dtype).removeprefix("torch.")
 
 
-def _timed(device: torch.device, work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
-# -- the target -------------------------------------------------------------------------------------
-
-
-def step_seconds(runner: Runner, plan: Plan, progress: Progress) -> list[StepSeconds]:
-    """Repeats of every step of the grid. Tokens are random; nothing is committed, so contexts stay."""
-    rng = random.Random(plan.seed)
-    slots = {
-        (context, row): -1 - i
-        for i, (context, row) in enumerate((c, r) for c in plan.contexts for r in range(max(plan.rows)))
-    }
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(runner.vocab_size) for _ in range(count)]
-
-    grid = plan.grid
-    told: dict[tuple[int, int, int], list[float]] = {point: [] for point in grid}
-    progress.stage(f"measuring {len(grid)} steps", 0)
-    try:
-        for (context, _), slot in slots.items():
-            runner.cache.open(slot)
-            runner.extend(slot, tokens(context))
-        for round_ in range(plan.rounds + 1):
-            for rows, nodes, context in rng.sample(grid, len(grid)):
-                chain = tuple(range(-1, nodes - 1))
-                pack = [PackRow(slots[context, row], tokens(nodes), chain) for row in range(rows)]
-                seconds = _timed(runner.device, lambda pack=pack: runner.forward(pack))  # type: ignore[misc]
-                if round_:
-                    told[rows, nodes, context].append(seconds)
-    finally:
-        for slot in slots.values():
-            runner.cache.close(slot)
-    return [StepSeconds(rows=r, nodes=n, context=c, seconds=s) for (r, n, c), s in told.items()]
-
-
-def _prefill(runner: Runner, tokens: int, plan: Plan) -> list[float]:
-    rng, found = random.Random(plan.seed), []
-    ids = [rng.randrange(runner.vocab_size) for _ in range(tokens)]
-    for _ in range(min(plan.rounds, 3) + 1):
-        runner.cache.open(-1)
-        try:
-            found.append(_timed(runner.device, lambda: runner.extend(-1, ids)))
-        finally:
-            runner.cache.close(-1)
-    return found[1:]
+def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
+    """What was measured of a session's target (fields of `Bundle`), and what it is. name: see `measure`."""
+    runner = session.engine.runner
+    shape = target_shape(runner, name)
+    return Bundle(
+        kind="slipstream-measure",
+        version=1,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        model=name,
+        dtype=shape.dtype,
+        parameters=shape.parameters,
+        weight_bytes=runner.weight_bytes,
+        kv_bytes=round(shape.kv_bytes),
+        block=ROWS,
+        versions={
+            "slipstream": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        **measured,
+    )
 
 
 # -- drafters ---------------------------------------------------------------------------------------
@@ -249,7 +197,11 @@ def _drafters(
         drafter = session.use(spec)
         added = max(session.engine.memory_bytes - before, 0)
         progress.stage(f"measuring {spec}", 0)
-        runs = [_run(session, asked, rows, depth, plan, spec) for rows in plan.rows for depth in plan.depths]
+        runs = [
+            draft_seconds(session, asked, spec, rows, depth, plan.rounds)
+            for rows in plan.rows
+            for depth in plan.depths
+        ]
         grown = max((run.grown for run in runs), default=0.0)
         for run in runs:
             found.drafts += run.drafts
@@ -257,11 +209,11 @@ def _drafters(
         for depth in _counted_depths(drafter, plan):
             if drafter.learns:  # what it knows of these prompts by now, it would not know in earnest
                 drafter = session.use(spec)
-            nodes = _nodes(drafter, depth)
+            nodes = tree_nodes(drafter, depth)
             progress.stage(f"counting what {spec} gets accepted on {len(asked)} prompts", 0)
-            counts = _replayed(session, drafter, answers, _fixed(depth, nodes))
+            counts = _replayed(session, drafter, answers, fixed_spec(depth, nodes))
             if counts is None:
-                session.use(drafter, _fixed(depth, nodes))
+                session.use(drafter, fixed_spec(depth, nodes))
                 counts, told, reading = _answers(session, asked, plan)
                 answers = answers or told
                 found.prefill += [
@@ -289,18 +241,9 @@ def _chat(prompt: TaskPrompt) -> Any:
     return [{"role": "user", "content": prompt.prompt}]
 
 
-def _nodes(drafter: Drafter, depth: int) -> int:
-    """Drafted tokens of a draft so deep: as many a level as the drafter's own trees have; a chain has one."""
-    return max(depth, round(depth * drafter.draft_nodes / max(drafter.num_speculative_tokens, 1)))
-
-
-def _fixed(depth: int, nodes: int) -> str:
-    return f"fixed:num_speculative_tokens={depth},nodes={nodes}"
-
-
 def _counted_depths(drafter: Drafter, plan: Plan) -> tuple[int, ...]:
     """A shorter chain is a front part of the longest; a smaller tree is not one of a larger."""
-    return plan.depths if _nodes(drafter, 16) > 16 else (max(plan.depths),)
+    return plan.depths if tree_nodes(drafter, 16) > 16 else (max(plan.depths),)
 
 
 def _replayed(
@@ -316,48 +259,6 @@ def _replayed(
         return None
 
 
-@dataclass
-class _Run:
-    drafts: list[DraftSeconds] = field(default_factory=list)
-    overhead: list[float] = field(default_factory=list)
-    grown: float = 0.0
-
-
-def _run(
-    session: Session, asked: Sequence[Sequence[int]], rows: int, depth: int, plan: Plan, spec: str
-) -> _Run:
-    """Repeats of the drafter's part of a step with so many rows, each asked for drafts of `depth`."""
-    engine, run, seconds = session.engine, _Run(), list[float]()
-    nodes = _nodes(engine.drafter, depth)
-    engine.set_drafter(engine.drafter, _fixed(depth, nodes))
-    # Long enough that the budget is never cut by what remains.
-    tokens = 2 * (plan.rounds + _WARM + 1) * (depth + 1)
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    before = engine.drafter.memory_bytes
-    live = [engine.find(engine.add(list(asked[i % len(asked)]), params)) for i in range(rows)]
-    try:
-        step = 0
-        while len(seconds) < plan.rounds:
-            then = engine.seconds.copy()
-            engine.step()
-            passed = engine.seconds - then
-            if any(row is None or row.finished for row in live):
-                break  # too few rows fit at once, or the context is full
-            step += all(row is not None and row.counts.passes for row in live)
-            if passed.prefill or step <= _WARM:
-                continue
-            seconds.append(max(passed.drafter, 1e-9))
-            run.overhead.append(passed.other)
-        held = engine.drafter.memory_bytes - before
-        kept = sum(round_up(len(row.tokens) + depth, WIDTH) for row in live if row is not None)
-        run.grown = max(held, 0) / kept if kept else 0.0
-    finally:
-        engine.abandon()
-    if seconds:
-        run.drafts.append(DraftSeconds(drafter=spec, rows=rows, depth=depth, nodes=nodes, seconds=seconds))
-    return run
-
-
 def _answers(
     session: Session, asked: Sequence[Sequence[int]], plan: Plan
 ) -> tuple[list[DraftCounts], list[Recorded], list[tuple[int, float]]]:
@@ -368,7 +269,7 @@ def _answers(
     for prompt in asked:
         (row,) = session.submit(list(prompt), params)
         drafting = engine.seconds.drafter
-        while not row.finished and row.counts.passes < _WARM:
+        while not row.finished and row.counts.passes < WARM:
             engine.step()
         reading.append((len(prompt), engine.seconds.drafter - drafting))
         while not row.finished:

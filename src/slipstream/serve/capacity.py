@@ -14,14 +14,20 @@ _WARM_UP_TOKENS = 8
 
 
 def bytes_per_token(session: Session) -> int:
-    """Of target and drafters together, from a short answer, which also warms everything up."""
+    """Of target and drafters together, from a short answer, which also warms everything up.
+
+    Every step of it drafts, whatever the controller thinks of that, which learns nothing of it.
+    """
     engine = session.engine
+    drafter, controller = engine.drafter, engine.controller
+    engine.set_drafter(drafter)
     before = engine.memory_bytes
     rows = session.submit([0], SamplingParams(max_tokens=_WARM_UP_TOKENS, ignore_eos=True))
     most = before
     while not rows[0].finished:
         engine.step()
         most = max(most, engine.memory_bytes if not rows[0].finished else 0)
+    engine.set_drafter(drafter, controller)
     return max((most - before) // WIDTH, 1)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PREFIX = "slipstream"
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 _NEXT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_TOKENS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 _WHOLE = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 
 
@@ -58,6 +59,13 @@ class Metrics:
             "Drafted tokens that were accepted, by position in the draft.",
             ("model_name", "position"),
             registry=self._registry,
+        )
+        self._a_row = Histogram(
+            f"{prefix}:spec_decode_draft_tokens_per_row",
+            "Tokens drafted in a step, by row: their mean. rows: of the step, up to so many.",
+            ("model_name", "rows"),
+            registry=self._registry,
+            buckets=_TOKENS,
         )
         self._ended = Counter(
             f"{prefix}:request_success",
@@ -98,9 +106,18 @@ class Metrics:
     def refused(self) -> None:
         self._refused.inc()
 
+    def starts(self, engine: Engine) -> None:
+        """What was decoded until now, to warm up and to measure, was nobody's."""
+        self._told = DraftCounts()
+        self._told.add(engine.counts)
+
     def stepped(self, engine: Engine, seconds: float) -> None:
         """After every step."""
         counts, told = engine.counts, self._told
+        rows = counts.passes - told.passes
+        if rows:
+            drafted = (counts.draft_tokens - told.draft_tokens) / rows
+            self._a_row.labels(self._name, str(1 << (rows - 1).bit_length())).observe(drafted)
         self._steps.inc()
         self._step_seconds.inc(seconds)
         self._drafts.inc(counts.drafts - told.drafts)

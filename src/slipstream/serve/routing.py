@@ -78,6 +78,14 @@ class Router(Drafter):
     def needs_of(self, seq_id: int) -> Needs:
         return self.parts[self.route(seq_id).name].needs_of(seq_id)
 
+    def fixed(self, seq_id: int) -> Budget | None:
+        """What a row drafts that has fixed its length itself."""
+        route = self.route(seq_id)
+        if route.length is None:
+            return None
+        nodes = self.parts[route.name].draft_nodes
+        return Budget(route.length, max(route.length, nodes) if route.length else 0)
+
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:
         route = self.route(seq_id)
         route.opened = self._clock()
@@ -131,10 +139,9 @@ class RoutedController(Controller):
     def plan(self, rows: Sequence[RowState]) -> list[Budget]:
         budgets: dict[int, Budget] = {}
         for row in rows:
-            route = self._router.route(row.seq_id)
-            if route.length is not None:
-                nodes = self._router.parts[route.name].draft_nodes
-                budgets[row.seq_id] = Budget(route.length, max(route.length, nodes) if route.length else 0)
+            fixed = self._router.fixed(row.seq_id)
+            if fixed is not None:
+                budgets[row.seq_id] = fixed
         for name, controller in self._controllers.items():
             own = [r for r in rows if r.seq_id not in budgets and self._router.route(r.seq_id).name == name]
             if own:
@@ -151,3 +158,27 @@ class RoutedController(Controller):
     def forget(self, seq_id: int) -> None:
         for controller in self._controllers.values():
             controller.forget(seq_id)
+
+
+class JointController(Controller):
+    """One controller for the rows of all drafters: it sees the whole step, and what it takes.
+
+    It must tell rows apart by `RowState.drafter` and leave those alone that are `fixed`, as `Goodput` does.
+    """
+
+    name = "joint"
+
+    def __init__(self, router: Router, controller: Controller) -> None:
+        self._router = router
+        self._controller = controller
+
+    def plan(self, rows: Sequence[RowState]) -> list[Budget]:
+        router = self._router
+        told = [replace(r, drafter=router.route(r.seq_id).name, fixed=router.fixed(r.seq_id)) for r in rows]
+        return self._controller.plan(told)
+
+    def record(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+        self._controller.record(outcomes, seconds)
+
+    def forget(self, seq_id: int) -> None:
+        self._controller.forget(seq_id)

@@ -24,7 +24,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.serve.errors import ApiError, closing, failed, overloaded, refused, timed_out
 from slipstream.serve.limits import Limits
 from slipstream.serve.metrics import Metrics
-from slipstream.serve.routing import Route, RoutedController, Router, Step
+from slipstream.serve.routing import JointController, Route, RoutedController, Router, Step
 
 log = logging.getLogger("slipstream.serve")
 
@@ -103,8 +103,9 @@ class Ticket:
 class Worker:
     """Runs `session` until `shutdown`. drafters: what requests may choose, by name; the rest get `default`.
 
-    controller: of the default drafter; the others draft their own length. All public methods are for any
-    thread. clock: monotonic seconds.
+    controller: one that is built plans the rows of all drafters (see `JointController`); a spec is that of
+    the default drafter, and the others draft their own length. All public methods are for any thread.
+    clock: monotonic seconds.
     """
 
     def __init__(
@@ -124,13 +125,7 @@ class Worker:
         self._session = session
         self._engine = session.engine
         self.router = Router(drafters, default, clock)
-        controllers = {
-            name: build_controller(
-                controller if name == default else None, part.num_speculative_tokens, part.draft_nodes
-            )
-            for name, part in drafters.items()
-        }
-        session.use(self.router, RoutedController(self.router, controllers))
+        session.use(self.router, _controller(self.router, controller))
         self.max_rows = session.engine.load.slots
         self._condition = threading.Condition()
         self._inbox: deque[Ticket] = deque()
@@ -144,6 +139,7 @@ class Worker:
     # -- for any thread -------------------------------------------------------------------------
 
     def start(self) -> None:
+        self.metrics.starts(self._engine)
         self._thread.start()
 
     @property
@@ -318,6 +314,20 @@ class Worker:
         )
         self.metrics.holds(self._engine)
         ticket.tell(message)
+
+
+def _controller(router: Router, given: Controller | str | None) -> Controller:
+    if isinstance(given, Controller):
+        return JointController(router, given)
+    return RoutedController(
+        router,
+        {
+            name: build_controller(
+                given if name == router.default else None, part.num_speculative_tokens, part.draft_nodes
+            )
+            for name, part in router.parts.items()
+        },
+    )
 
 
 _ENDS = {499: "abort", 504: "timeout"}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from slipstream.control import Controller, RowOutcome, RowState
-from slipstream.control.goodput import Curves
+from slipstream.control.curves import Curves
 from slipstream.cost.curve import DraftCurve, DraftPoint, Point, StepCurve
 
 Rates = Callable[[int], Sequence[float]]  # conditional acceptance by position, at an emitted-token count
@@ -24,6 +25,21 @@ def fake_curves(draft: float, free: int = 8, slope: float = 0.08, longest: int =
     ]
     drafts = [DraftPoint(rows, d, d, d * draft) for rows in (1, 64) for d in (1, longest)]
     return Curves(StepCurve(points), DraftCurve(drafts), longest)
+
+
+@dataclass(frozen=True)
+class Stairs:
+    """A step time that rises by `rise` with every further block of 8 tokens begun, from 1 second for one."""
+
+    rise: float
+    block: int = 8
+
+    def seconds(self, rows: int, nodes: ArrayLike, context: float = 0.0) -> NDArray[np.float64]:
+        tokens = rows * np.asarray(nodes, dtype=np.float64)
+        return np.asarray(1.0 + self.rise * (np.ceil(tokens / self.block - 1e-9) - 1.0))
+
+    def relative_error(self, rows: int, nodes: ArrayLike, context: float = 0.0) -> NDArray[np.float64]:
+        return np.zeros_like(np.asarray(nodes, dtype=np.float64))
 
 
 @dataclass
@@ -42,28 +58,42 @@ class Run:
 
 def simulate(
     controller: Controller,
-    cost: Curves,
+    cost: Curves | Mapping[str, Curves],
     rates: Sequence[Rates],
     tokens: int,
     seed: int = 0,
     first_id: int = 0,
+    *,
+    at_once: int | None = None,
+    reach: float = 1.0,
+    drafters: Sequence[str] = (),
+    stretch: Callable[[int], float] = lambda step: 1.0,
 ) -> Run:
-    """Rows with these acceptances until each has emitted `tokens`; all begin together.
+    """Rows with these acceptances until each has emitted `tokens`.
 
-    Whether a token is guessed right depends on the seed and where it stands, not on the controller.
+    at_once: so many begin, and the others as there is room; None: all begin together. reach: share of the
+    times it is asked that a drafter has a draft. drafters: of the rows, where `cost` tells several apart.
+    stretch: by what the step of this number takes longer than `cost` says. Whether a token is guessed right,
+    or there is a draft, depends on the seed and where it stands, not on the controller.
     """
-    luck = np.random.default_rng(seed).random((len(rates), tokens + 64))
+    costs = {"": cost} if isinstance(cost, Curves) else dict(cost)
+    names = drafters or [next(iter(costs))] * len(rates)
+    chance = np.random.default_rng(seed)
+    luck = chance.random((len(rates), tokens + 64))
+    found = chance.random((len(rates), tokens + 64)) < reach
     done = [0] * len(rates)
     run = Run(0.0, 0, [])
     while any(d < tokens for d in done):
-        live = [i for i, d in enumerate(done) if d < tokens]
-        states = [RowState(first_id + i, done[i], tokens - done[i]) for i in live]
+        live = [i for i, d in enumerate(done) if d < tokens][:at_once]
+        states = [RowState(first_id + i, done[i], tokens - done[i], names[i]) for i in live]
         budgets = controller.plan(states)
-        depths = [min(b.depth, s.remaining - 1) for b, s in zip(budgets, states, strict=True)]
-        drafted, longest = sum(depths), max(depths)
-        asked = sum(d > 0 for d in depths)
-        seconds = float(cost.step.seconds(len(live), 1 + drafted / len(live)))
-        seconds += cost.draft.draft_seconds(asked, longest, longest) if asked else 0.0
+        asked = [min(b.depth, s.remaining - 1) for b, s in zip(budgets, states, strict=True)]
+        depths = [depth if found[i, done[i]] else 0 for i, depth in zip(live, asked, strict=True)]
+        seconds = float(costs[names[live[0]]].step.seconds(len(live), 1 + sum(depths) / len(live)))
+        for name, own in costs.items():
+            theirs = [d for i, d in zip(live, asked, strict=True) if names[i] == name and d]
+            seconds += own.draft.draft_seconds(len(theirs), max(theirs), max(theirs)) if theirs else 0.0
+        seconds *= stretch(len(run.depths))
         outcomes = []
         for i, depth in zip(live, depths, strict=True):
             law, accepted = rates[i](done[i]), 0
