@@ -111,12 +111,15 @@ class ModelDrafter(Drafter):
         dtype = config.dtype if config.dtype != "auto" else target.dtype
         name = config.model or str(house_drafter("draft", target.model.fingerprint))
         shape = Blueprint.of(
-            name, dtype=dtype, device=target.device, trust_remote_code=target.trust_remote_code
+            name,
+            dtype=dtype,
+            device=target.device,
+            weights="int8" if config.quantise == "int8" else "plain",
+            trust_remote_code=target.trust_remote_code,
         )
-        weights = shape.weight_bytes(quantised=config.quantise == "int8")
         length = min(target.context, shape.runner.context)
         tokens = tokens_held(length, config.num_speculative_tokens, config.width)
-        return MemoryEstimate(weights, shape.cache_bytes(tokens, target.rows), notes=shape.notes)
+        return MemoryEstimate(shape.weight_bytes, shape.cache_bytes(tokens, target.rows), notes=shape.notes)
 
     @property
     def runner(self) -> Runner:
