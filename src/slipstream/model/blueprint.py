@@ -17,12 +17,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 
+from slipstream.core.precision import check_precision
 from slipstream.errors import ModelError
 from slipstream.model.cache import WIDTH, columns
 from slipstream.model.catalogue import find
 from slipstream.model.checkpoint import inspect
 from slipstream.model.embedding import sampled_ids
-from slipstream.model.int8 import check_precision, quantised_bytes
+from slipstream.model.int8 import quantised_bytes
 from slipstream.model.load import choose_dtype, local_folder, require_known_code
 from slipstream.model.pack import PackRow
 from slipstream.model.packed import weight_bytes

@@ -16,12 +16,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from slipstream.errors import ModelError, ParameterError
+from slipstream.errors import ModelError
 from slipstream.model.embedding import Int8Embedding
 from slipstream.model.packed import KernelLinear, can_pack, pack_linears, release_pages, weight_bytes
 
 Quantise = Literal["none", "int8"]
-PRECISIONS = ("plain", "int8")  # of a target's weights: plain is as its dtype says
 INT8_FIX = "leave out weights=int8 (--weights int8)"
 ZERO_POINT = 128
 _PART = 4096
@@ -124,21 +123,12 @@ def require_int8(device: str | torch.device = "cpu", fix: str = "leave out quant
         raise ModelError(f"this CPU's int8 products overflow (it has no VNNI): {fix}")
 
 
-def check_precision(weights: str, embedding: str) -> None:
-    """ParameterError for a target's `weights` or `embedding` that there is not."""
-    for name, value in (("weights", weights), ("embedding", embedding)):
-        if value not in PRECISIONS:
-            raise ParameterError(f"{name} must be {' or '.join(PRECISIONS)}, not {value!r}")
-    if embedding == "int8" and weights != "int8":
-        raise ParameterError("embedding=int8 goes with weights=int8: give both, or leave out the embedding")
-
-
 def quantise_linears(model: nn.Module, smallest: int | None = None) -> int:
     """Replace plain `nn.Linear`s in place, the head too, and free their weights; gives the number replaced.
 
     smallest: weights with fewer elements are left as they are, to be packed (`packed.pack_linears`); None is
-    `SMALLEST`. A head that shares its weight with the embedding gets an int8 copy of its own and the embedding
-    keeps the weight: rows of an embedding are looked up, not multiplied. Raises ModelError, see
+    `SMALLEST`. A head that shares its weight with the embedding gets an int8 copy of its own and the
+    embedding keeps the weight: rows of an embedding are looked up, not multiplied. Raises ModelError, see
     `require_int8`.
     """
     require_int8(next(model.parameters()).device)

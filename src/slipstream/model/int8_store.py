@@ -44,7 +44,8 @@ PART_BYTES = 128 << 20  # so much is held before it is written; a larger weight 
 
 @dataclass(frozen=True)
 class Int8Weights:
-    """A complete folder. names: a module's name in the model -> the entry's file and name, shared ones one."""
+    """A complete folder. names: a module's name in the model -> file and name of its entry; modules that
+    share a weight share the entry."""
 
     folder: Path
     names: dict[str, tuple[str, str]]
@@ -111,8 +112,8 @@ def int8_weights(
             found = Int8Weights.open(folder, model)
     if found is None:
         raise ModelError(
-            f"the int8 weights in {folder} are not those of {type(model).__name__}, although they were just made"
-            " from it: load it without weights=int8"
+            f"the int8 weights in {folder} are not those of {type(model).__name__}, although they were just"
+            " made from it: load it without weights=int8"
         )
     return found
 
@@ -188,7 +189,7 @@ def use_int8(model: PreTrainedModel, weights: Int8Weights, *, embedding: bool = 
     if embedding:
         path, parent, name = _place(model, module)
         others = [
-            p for p, m in model.named_modules() if m is not module and table is getattr(m, "weight", None)
+            p for p, m in model.named_modules() if m is not module and table is m._parameters.get("weight")
         ]
         if others:
             raise ModelError(

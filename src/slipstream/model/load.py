@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from slipstream.core.precision import check_precision
 from slipstream.errors import CapacityError, ModelError, ParameterError, SlipstreamError
 from slipstream.model import memory
 from slipstream.model.catalogue import CATALOGUE, CatalogueModel, close_names, find
@@ -21,7 +22,7 @@ from slipstream.model.download import fetch_gguf
 from slipstream.model.generation import GenerationDefaults, generation_defaults
 from slipstream.model.house import house_model, house_models
 from slipstream.model.hub import cached_snapshot, fetch_from_hub
-from slipstream.model.int8 import INT8_FIX, check_precision, quantised_bytes, require_int8
+from slipstream.model.int8 import INT8_FIX, quantised_bytes, require_int8
 from slipstream.model.int8_store import int8_weights, use_int8
 from slipstream.model.packed import weight_bytes
 from slipstream.model.progress import Progress, Silent, size
@@ -41,8 +42,8 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run: eval mode, no gradients. weight_bytes counts tied weights once. weights, embedding:
-    plain or int8, as asked of `load`."""
+    """A model ready to run: eval mode, no gradients. weight_bytes counts tied weights once. weights and
+    embedding: plain or int8, as asked of `load`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -157,9 +158,9 @@ def load(
 
     dtype: auto (the checkpoint's own; bfloat16 for float16 on a CPU), bfloat16, float16 or float32. weights:
     int8 makes the linear layers that gain int8 ones, from a copy that is made once and kept (`int8_store`);
-    all else stays in `dtype`. embedding: int8 as well, for the table of input embeddings. Only safetensors are
-    read, and code from the checkpoint runs only with trust_remote_code. Files and memory are checked before
-    anything is loaded. Raises ParameterError, ModelError, CapacityError.
+    all else stays in `dtype`. embedding: int8 as well, for the table of input embeddings. Only safetensors
+    are read, and code from the checkpoint runs only with trust_remote_code. Files and memory are checked
+    before anything is loaded. Raises ParameterError, ModelError, CapacityError.
     """
     check_precision(weights, embedding)
     where = _device(device)
@@ -171,7 +172,7 @@ def load(
     checkpoint = inspect(path)
     require_known_code(spec, checkpoint.config, trust_remote_code)
     chosen = choose_dtype(dtype, checkpoint.dtype, where)
-    stored = choose_dtype(checkpoint.stored_dtype, "", where)
+    stored = DTYPES.get(checkpoint.stored_dtype, torch.float32)
     if weights == "plain" or chosen != stored:  # else the weights are only mapped
         require_memory(spec, checkpoint.bytes_as(chosen.itemsize), str(chosen), where)
     progress.stage(f"loading {spec}", 0)

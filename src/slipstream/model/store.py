@@ -195,7 +195,10 @@ def file_digest(path: Path, store: Store, progress: Progress) -> str:
 @contextmanager
 def whole_folder(folder: Path, source: dict[str, Any]) -> Iterator[Path]:
     """A folder to write into, beside `folder`; it takes its place, sealed with `source`, when the body ends,
-    and vanishes if the body fails. The caller holds the lock of the folder's name, and may add to `source`."""
+    and vanishes if the body fails.
+
+    The caller holds the lock of the folder's name, and may add to `source` inside the body.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
     with reading_errors(folder):
         shutil.rmtree(partial, ignore_errors=True)

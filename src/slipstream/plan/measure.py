@@ -44,7 +44,7 @@ from slipstream.model.pack import PackRow
 from slipstream.model.progress import Progress, Silent
 from slipstream.model.runner import Runner
 from slipstream.plan.prompts import TaskPrompt
-from slipstream.plan.rates import bandwidth, matrix_rate
+from slipstream.plan.rates import bandwidth, int8_rate, matrix_rate
 from slipstream.plan.replay import Recorded, replay
 from slipstream.version import __version__
 
@@ -118,10 +118,12 @@ def measure(
     before = _load()
     runner = session.engine.runner
     dtype = next(runner.model.parameters()).dtype
-    shape = shape_of(runner.config.to_dict(), name, str(dtype).removeprefix("torch."))
+    plain = shape_of(runner.config.to_dict(), name, str(dtype).removeprefix("torch."))
+    kept = "int8" if session.info.weights == "int8" else plain.dtype
     session.use("none")
     progress.stage("measuring memory and arithmetic", 0)
-    read, rate = bandwidth(runner.device), matrix_rate(runner.device, dtype)
+    read = bandwidth(runner.device)
+    rate = int8_rate() if kept == "int8" else matrix_rate(runner.device, dtype)
     steps = step_seconds(runner, plan, progress)
     prefill = [
         PrefillSeconds(model="target", tokens=t, seconds=_prefill(runner, t, plan)) for t in plan.prefill
@@ -133,10 +135,10 @@ def measure(
         version=1,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         model=name,
-        dtype=shape.dtype,
-        parameters=shape.parameters,
+        dtype=kept,
+        parameters=plain.parameters,
         weight_bytes=runner.weight_bytes,
-        kv_bytes=round(shape.kv_bytes),
+        kv_bytes=round(plain.kv_bytes),
         machine=MachineInfo(
             name=_machine(runner.device),
             device=runner.device.type,
@@ -145,7 +147,7 @@ def measure(
             if runner.device.type == "cpu"
             else torch.cuda.get_device_properties(runner.device).total_memory,
             bandwidth=read,
-            flops={shape.dtype: rate},
+            flops={kept: rate},
         ),
         versions={
             "slipstream": __version__,

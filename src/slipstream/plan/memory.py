@@ -90,7 +90,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Nothing is downloaded or loaded. context: None is the model's own, which is also the most.
 
-    rows >= 1. weights, embedding: as to `slipstream.load`. Raises ParameterError, ModelError, DrafterError for what could not be loaded, as loading would.
+    rows >= 1. weights, embedding: as to `slipstream.load`. Raises ParameterError, ModelError, DrafterError
+    for what could not be loaded, as loading would.
     """
     if weights == "int8":
         require_int8(device, INT8_FIX)
