@@ -240,6 +240,8 @@ def _answer(session: Session, request: Request, prompt: str, params: SamplingPar
     from slipstream.core.spec import parse_spec
 
     summary = Summary()
+    if session.info.weights == "int8" and not request.json:
+        summary.note("int8 weights: the answer is the int8 model's own, with any drafter")
     ids = _encode(session, request, prompt, summary)
     params = params.with_(seed=secrets.randbits(32) if params.seed is None else params.seed)
     painter = Painter(sys.stdout, request.colour)

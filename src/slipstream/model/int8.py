@@ -65,7 +65,7 @@ class Int8Linear(KernelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features).float()  # [rows, in]
-        row = flat.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(LARGEST)  # [rows, 1]
+        row = activation_scales(flat)  # [rows, 1]
         # The cast cuts off, so half a step more rounds: all numbers are above 0.
         quantised = flat.div(row).add_(ZERO_POINT + 0.5).to(torch.uint8)  # [rows, in]
         wanted = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
@@ -73,6 +73,12 @@ class Int8Linear(KernelLinear):
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+def activation_scales(flat: torch.Tensor) -> torch.Tensor:
+    """A scale for each of the rows [rows, in], float32 [rows, 1]: one for all would make them depend on each
+    other."""
+    return flat.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(LARGEST)
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Int8 weights of a checkpoint, kept on disk: made once, a layer at a time, and mapped when they are used.
 
-int8/NAME-DIGEST-rR/part-00000.safetensors …   NAME.weight int8 [out, in] and NAME.scales float32 [out]
+int8/DIGEST-rR/part-00000.safetensors …   NAME.weight int8 [out, in] and NAME.scales float32 [out]
 
 Every linear layer is kept, whatever its size, and the table of input embeddings, so that one copy serves
 whatever is chosen when the model is loaded. The digest is that of the checkpoint's weight files; R is the
@@ -105,7 +105,7 @@ def int8_weights(
     found = Int8Weights.open(folder, model)
     if found is not None:
         return found
-    with store.lock(folder.name, progress):
+    with store.lock(f"int8-{folder.name}", progress):
         found = Int8Weights.open(folder, model)  # perhaps the process we waited for made it
         if found is None:
             _convert(load_stored(), folder, checkpoint.path.name, progress)
@@ -123,7 +123,7 @@ def int8_folder(checkpoint: Checkpoint, store: Store, progress: Progress) -> Pat
     with reading_errors(checkpoint.path):
         told = [f"{path.name} {file_digest(path, store, progress)}" for path in checkpoint.files]
     digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
-    return store.int8(f"{checkpoint.path.name[:80] or 'model'}-{digest[:16]}-r{RECIPE}")
+    return store.int8(f"{digest[:32]}-r{RECIPE}")
 
 
 def _convert(model: PreTrainedModel, folder: Path, name: str, progress: Progress) -> None:
