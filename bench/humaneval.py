@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ def read_problems(path: Path) -> list[Problem]:
         return [Problem(o["task_id"], o["prompt"], o["entry_point"], o["test"]) for o in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ParameterError(
-            f"{path} cannot be read as HumanEval problems ({type(error).__name__}: {error}): each line must hold"
-            " task_id, prompt, entry_point and test"
+            f"{path} cannot be read as HumanEval problems ({type(error).__name__}: {error}): each line must"
+            " hold task_id, prompt, entry_point and test"
         ) from error
 
 
@@ -64,7 +65,8 @@ def ask(session: Session, problems: Sequence[Problem], max_tokens: int) -> list[
 
 def question(problem: Problem) -> str:
     return (
-        "Complete this Python function. Answer with the whole function in one code block, without examples.\n\n"
+        "Complete this Python function. Answer with the whole function in one code block, without"
+        " examples.\n\n"
         f"```python\n{problem.prompt.strip()}\n```"
     )
 
@@ -121,8 +123,6 @@ def _limit() -> None:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """The child and whatever it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()

@@ -2,11 +2,11 @@
 
     python bench/int8_layers.py [--model qwen2.5-coder-1.5b] [--shapes 896x896,256x1536] [--json FILE]
 
-Shapes are out x in; without --shapes those of the models (of the catalogue: their sizes, nothing is downloaded)
-and some between. Of every shape there are so many copies that no cache holds them, as in a model, and passes
-over all copies alternate between the two formats. A step of up to 8 rows is run as one of 8
-(`slipstream.model.pack.ROWS`), so 8 and 16 rows count. The ratio is the int8 layer's time, quantising its input
-included, over the packed bf16 layer's; below 1 int8 is faster.
+Shapes are out x in; without --shapes those of the models (nothing is downloaded: sizes will do) and some
+between. Of every shape there are so many copies that no cache holds them, as in a model, and passes over all
+copies alternate between the two formats. A step of up to 8 rows is run as one of 8
+(`slipstream.model.pack.ROWS`), so 8 and 16 rows count. The ratio is the int8 layer's time, quantising its
+input included, over the packed bf16 layer's; below 1 int8 is faster.
 """
 
 from __future__ import annotations

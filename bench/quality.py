@@ -1,6 +1,6 @@
-"""What a target loses when its weights are kept in fewer bits: KL and perplexity against the plain model, HumanEval.
+"""What a target loses when its weights are kept in fewer bits: KL and perplexity, HumanEval.
 
-    python bench/quality.py [--candidates int8,int8+embedding,q8_0,q4_k_m=FILE.gguf] [--humaneval FILE] [--resume]
+    python bench/quality.py [--candidates int8,q8_0,q4_k_m=FILE.gguf] [--humaneval FILE] [--resume]
 
 Every candidate reads the same tokens: this project's documents, its own code (src/slipstream/core) and the
 prompts of the benches, in windows of their own. KL is that of the candidate's next-token law from the plain
@@ -12,9 +12,9 @@ candidates: plain (the reference itself), int8 (--weights int8), int8+embedding 
 model that Slipstream loads, such as a GGUF file of the same model. Models that are loaded from GGUF files are
 computed in bf16.
 
---humaneval takes a file in the format of openai/human-eval, one problem a line. Answers are greedy, and RUN on
-this machine, in processes with a limit on time and memory but no other fence. Each result is appended to a
-.jsonl file beside --json as soon as it is there; --resume goes on with that file.
+--humaneval takes a file in the format of openai/human-eval, one problem a line. Answers are greedy, and RUN
+on this machine, in processes with a limit on time and memory but no other fence. Each result is appended to
+a .jsonl file beside --json as soon as it is there; --resume goes on with that file.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,7 @@ GGUF = {
     "q5_0": gguf.GGMLQuantizationType.Q5_0,
     "q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
+Window = tuple[str, int, list[int]]  # the text's part, a number, token ids
 CHUNK = 64  # positions whose laws are compared at once
 
 
@@ -91,7 +93,7 @@ def windows(
     return found
 
 
-def digest(found: Sequence[tuple[str, int, list[int]]]) -> str:
+def digest(found: Sequence[Window]) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
@@ -159,10 +161,11 @@ def logits(session: Session, ids: Sequence[int]) -> torch.Tensor:
 
 
 def compare(found: torch.Tensor, plain: torch.Tensor, ids: Sequence[int]) -> Row:
-    """Sums over positions: KL from plain, its square, negative log likelihoods, and equal likeliest tokens."""
+    """Sums over positions: KL to plain, its square, negative log likelihoods, and equal likeliest tokens."""
     if found.shape != plain.shape:
         raise ParameterError(
-            f"this model has {found.shape[1]} tokens and the reference {plain.shape[1]}: they cannot be compared"
+            f"this model has {found.shape[1]} tokens and the reference {plain.shape[1]}: compare models of"
+            " one vocabulary"
         )
     following = torch.tensor(ids[1:])
     sums = dict.fromkeys(("kl", "kl_squared", "nll", "nll_plain", "agree", "kl_most"), 0.0)
@@ -185,6 +188,9 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def forget(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _file(self, part: str, number: int) -> Path:
         return self._folder / f"{part}-{number}.safetensors"
@@ -229,6 +235,8 @@ def measure(args: argparse.Namespace, log: Log, wanted: dict[str, str], problems
     compared = {(r["setting"], r["part"], r["window"]) for r in log.rows if "kl" in r}
     judged = {(r["setting"], r["task"]) for r in log.rows if "passed" in r}
     reference = Reference(args.json.with_suffix("") / what["text"])
+    if not args.resume:
+        reference.forget()
     with Progress(console=Console(stderr=True)) as progress:
         if any(name != PLAIN for name in wanted):
             reference.make(args, read, progress)
@@ -261,8 +269,8 @@ def _same_conditions(log: Log, what: dict[str, Any]) -> None:
         for key, value in what.items():
             if run[key] is not None and value is not None and run[key] != value:
                 raise ParameterError(
-                    f"{log.path} was measured with {key} {run[key]}, now it is {value}: give another --json, or"
-                    " leave out --resume to begin again"
+                    f"{log.path} was measured with {key} {run[key]}, now it is {value}: give another --json,"
+                    " or leave out --resume to begin again"
                 )
 
 
@@ -291,7 +299,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def markdown(found: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| weights | GB | KL to plain, nats | perplexity | of plain's | same likeliest token | HumanEval pass@1 |",
+        "| weights | GB | KL to plain, nats | perplexity | of plain's | same likeliest token | HumanEval |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, s in found.items():
@@ -351,8 +359,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(markdown(found), markup=False, soft_wrap=True)
     if source.endswith(".gguf"):
         console.print(
-            f"\nThe plain model here was itself made from {source}: a candidate from that file equals it, and what"
-            " is told of the others is how far they are from that file's numbers, not from the publisher's.",
+            f"\nThe plain model here was itself made from {source}: a candidate from that file equals it, and"
+            " what is told of the others is how far they are from that file's numbers, not the publisher's.",
             soft_wrap=True,
         )
     write_json(args.json, {"candidates": found, "source": source}, args)
