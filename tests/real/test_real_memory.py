@@ -109,9 +109,8 @@ def test_the_memory_of_an_int8_target_is_predicted(
         prompt = encode(loaded.tokenizer, TEXT)[: CONTEXT - 24]
 
         def touch_tables() -> None:
-            for tensor in loaded.info.model.get_input_embeddings().state_dict(keep_vars=True).values():
-                tensor.view(torch.uint8).max()
-            for tensor in loaded.info.model.get_input_embeddings().buffers():
+            table = loaded.info.model.get_input_embeddings()
+            for tensor in (*table.parameters(), *table.buffers()):
                 tensor.view(torch.uint8).max()
 
         (row,) = loaded.submit(prompt, SamplingParams(max_tokens=2))

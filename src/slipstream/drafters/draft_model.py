@@ -35,6 +35,7 @@ from slipstream.logits.warp import warped_law
 from slipstream.model.blueprint import Blueprint
 from slipstream.model.house import house_drafter
 from slipstream.model.int8 import Quantise, prepare_linears, require_int8
+from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import load
 from slipstream.model.parts import ModelParts
 from slipstream.model.runner import Runner
@@ -101,6 +102,7 @@ class ModelDrafter(Drafter):
         if config.quantise == "int8":
             # After the runner's probe, which compares logits more finely than int8 computes them.
             prepare_linears(runner.model, config.quantise)
+            share_inputs(runner)
         self._runner = runner
         self._cache = OwnCache(runner)
 

@@ -49,6 +49,7 @@ class Int8Linear(KernelLinear):
         self.register_buffer("scales", scales, persistent=False)  # [out]
         self.register_buffer("zeros", torch.zeros(self.out_features, dtype=torch.int32), persistent=False)
         self.bias = bias
+        self.shared: SharedInput | None = None
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Int8Linear:
@@ -64,15 +65,43 @@ class Int8Linear(KernelLinear):
         return dense.t()[ids].float() * self.scales[ids, None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, self.in_features).float()  # [rows, in]
-        row = activation_scales(flat)  # [rows, 1]
-        # The cast cuts off, so half a step more rounds: all numbers are above 0.
-        quantised = flat.div(row).add_(ZERO_POINT + 0.5).to(torch.uint8)  # [rows, in]
+        quantised, row = quantise_input(x) if self.shared is None else self.shared.quantise(x)
         wanted = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
         y = product(quantised, self.packed, self.scales, self.zeros, wanted).mul_(row)  # [rows, out]
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+def quantise_input(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., in] as uint8 [rows, in], and its scales [rows, 1]."""
+    flat = x.reshape(-1, x.shape[-1]).float()  # [rows, in]
+    row = activation_scales(flat)  # [rows, 1]
+    # The cast cuts off, so half a step more rounds: all numbers are above 0.
+    return flat.div(row).add_(ZERO_POINT + 0.5).to(torch.uint8), row
+
+
+class SharedInput:
+    """What `quantise_input` gave to the first of some layers that are called in turn with one tensor.
+
+    It is let go of with the last of them.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._left = 0
+        self._input: torch.Tensor | None = None
+        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `quantise_input`; x must not be changed between the layers' calls."""
+        if self._given is None or self._input is not x:
+            self._input, self._given, self._left = x, quantise_input(x), self._layers
+        given = self._given
+        self._left -= 1
+        if not self._left:
+            self._input = self._given = None
+        return given
 
 
 def activation_scales(flat: torch.Tensor) -> torch.Tensor:
