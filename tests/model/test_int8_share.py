@@ -71,23 +71,27 @@ def test_nothing_is_kept_between_forwards() -> None:
 
 
 class Changes(nn.Module):
-    """Writes into its input between two layers: those must not share."""
+    """Writes into its input between two layers, or calls one of them twice: those must not share."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: Any, add: float) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = inner.gate_proj, inner.up_proj, inner.down_proj
+        self.add = add
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate = self.gate_proj(x)
-        x = x.clone()
-        first = self.up_proj(x)
-        x += 1.0
-        return self.down_proj(torch.sigmoid(gate) * first) + self.down_proj(self.up_proj(x))  # type: ignore[no-any-return]
+        if self.add:
+            x += self.add  # the same object
+        else:
+            gate = gate + self.gate_proj(x)
+        found: torch.Tensor = self.down_proj(torch.sigmoid(gate) * self.up_proj(x))
+        return found
 
 
-def test_an_input_that_is_changed_or_a_layer_that_is_called_twice_is_not_shared() -> None:
+@pytest.mark.parametrize("add", [0.0, 1.0])
+def test_an_input_that_is_changed_or_a_layer_that_is_called_twice_is_not_shared(add: float) -> None:
     model = tiny_model("qwen2", layers=LAYERS)
-    model.model.layers[0].mlp = Changes(model.model.layers[0].mlp)
+    model.model.layers[0].mlp = Changes(model.model.layers[0].mlp, add)
     quantise_linears(model, smallest=0)
     runner = Runner(model, pack=False)
     before = logits(runner, [1, 2, 3])

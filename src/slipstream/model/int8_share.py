@@ -1,4 +1,4 @@
-"""Layers that read the same input quantise it once: query, key and value projections, gate and up projections.
+"""Layers that read the same input quantise it once: projections to query, key and value; gate and up.
 
 Which layers those are is tried out, not looked up: in one forward, siblings that are called one after another
 with the same tensor, which nobody has changed meanwhile. The numbers are the same as without.
