@@ -239,7 +239,8 @@ def _check(
             shape = Blueprint.of(spec, dtype=dtype, weights=weights, embedding=embedding)
             row["weight_bytes"] = shape.weight_bytes
         kept = "int8" if weights == "int8" else dtype
-        require_memory(spec, row["weight_bytes"], kept, torch.device(device))
+        where = "cpu" if weights == "int8" else device
+        require_memory(spec, row["weight_bytes"], kept, torch.device(where))
     except SlipstreamError as error:
         row["refused"] = str(error)
     return row
