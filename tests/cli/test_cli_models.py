@@ -61,6 +61,16 @@ def test_models_lists_the_catalogue_and_the_cache(tmp_path):
     assert listed["cached"][0]["source"] == "mine.gguf" and listed["cached"][0]["bytes"] > 0
 
 
+@pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
+def test_models_lists_int8_copies(tmp_path):
+    folder = save_tiny(tmp_path / "mine")
+    load.load(str(folder), weights="int8")
+    (copy,) = json.loads(run("models", "--json").stdout)["int8"]
+    assert copy["of"] == "mine" and copy["bytes"] > 30_000
+    table = run("models").stdout
+    assert "INT8 WEIGHTS OF" in table and "mine" in table
+
+
 def test_doctor_reports_the_machine():
     got = run("doctor")
     assert got.exit_code == 0 and got.stderr == ""

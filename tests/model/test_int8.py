@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,7 +103,7 @@ def test_a_models_linears_and_head_are_replaced_and_their_bytes_counted(tie: boo
 def test_an_int8_model_runs_trees_and_drafts_without_changing_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8, "quantise_linears", partial(quantise_linears, smallest=0))
+    monkeypatch.setattr(int8, "SMALLEST", 0)
     path = save_tiny(tmp_path / "draft", kind="qwen2", tie=True, seed=3, dtype=torch.bfloat16)
     target = Runner(tiny_model("qwen2", tie=True, seed=3), pack=False)
     info = TargetInfo(target.vocab_size, target.context, tokenizer=tiny_tokenizer())

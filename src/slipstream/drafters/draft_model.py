@@ -87,21 +87,22 @@ class ModelDrafter(Drafter):
         if config.width > 1:
             self.draft_nodes = config.nodes or config.width * config.num_speculative_tokens
         self._target_vocab = target.vocab_size
+        if config.quantise == "int8":
+            require_int8(target.device)
         if runner is None:
-            if config.quantise == "int8":
-                require_int8(target.device)
             dtype = config.dtype if config.dtype != "auto" else target.dtype
             name = config.model or str(house_drafter("draft", _fingerprint(target)))
-            loaded = load(name, dtype=dtype, device=target.device, **target.options)
+            weights = "int8" if config.quantise == "int8" else "plain"
+            loaded = load(name, dtype=dtype, weights=weights, device=target.device, **target.options)
             self._vocab = shared_vocabulary(
                 target.tokenizer, loaded.tokenizer, target.vocab_size, int(loaded.model.config.vocab_size)
             )
-            runner = Runner(loaded.model, pack=config.quantise == "none")
+            runner = Runner(loaded.model, pack=True)
         else:
             self._vocab = min(target.vocab_size, runner.vocab_size)
+            if config.quantise == "int8":
+                prepare_linears(runner.model, config.quantise)
         if config.quantise == "int8":
-            # After the runner's probe, which compares logits more finely than int8 computes them.
-            prepare_linears(runner.model, config.quantise)
             share_inputs(runner)
         self._runner = runner
         self._cache = OwnCache(runner)

@@ -199,6 +199,11 @@ def quantised_bytes(model: nn.Module, embedding: bool = False) -> int:
     return total
 
 
+def gains(weight: torch.Tensor) -> bool:
+    """Whether a weight [out, in] is large enough for int8 to be faster."""
+    return weight.numel() >= SMALLEST
+
+
 def int8_bytes(weight: torch.Tensor) -> int:
     """What an int8 copy of a weight [out, in] takes."""
     return weight.numel() + len(weight) * CHANNEL_BYTES
