@@ -171,7 +171,7 @@ def measure(
     """Fill the log with what it lacks. wanted: setting -> spec; what: conditions of the measurement."""
     console, wanted = Console(stderr=True), dict(wanted)
     console.print(f"loading {args.target} and what drafts for it", markup=False)
-    session = slipstream.load(args.target, dtype=args.dtype)
+    session = slipstream.load(args.target, dtype=args.dtype, weights=args.weights)
     workshop = Workshop(session.info, args.draft)
     drafters: dict[str, Drafter] = {}
     missing: dict[str, str] = {}
@@ -264,6 +264,7 @@ def run(args: argparse.Namespace) -> Report:
         "target": args.target,
         "draft": args.draft,
         "dtype": args.dtype,
+        "weights": args.weights,
         "max_tokens": args.max_tokens,
         "prompts": hashlib.sha256(args.prompts.read_bytes()).hexdigest()[:16],
         "threads": args.threads,
@@ -286,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", default=TARGET)
     parser.add_argument("--draft", default=DRAFT)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="plain", help="of the target: plain or int8")
     parser.add_argument(
         "--selfspec", default="", metavar="OPTIONS", help="as skip=a3-9 or exit=20; else the tuned set"
     )

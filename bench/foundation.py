@@ -118,12 +118,13 @@ def peak_memory() -> int:
 def main() -> None:
     parser = make_parser(__doc__, "foundation", max_tokens=96)
     parser.add_argument("--no-hf", action="store_true", help="only Slipstream's own settings")
+    parser.add_argument("--weights", default="plain", help="of Slipstream's target: plain or int8")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console(stderr=True)
     prompts = read_prompts(args.prompts)
 
-    session = slipstream.load(TARGET, dtype="bfloat16")
+    session = slipstream.load(TARGET, dtype="bfloat16", weights=args.weights)
     settings = our_settings(session)
     encoded = encode(session.tokenizer, prompts)
     longest = max(range(len(encoded)), key=lambda i: len(encoded[i]))
@@ -192,7 +193,9 @@ def report(
         for t in (*tasks, None)
     }
     console.print(f"{machine(args.threads)}; {versions()}")
-    console.print(f"{TARGET} bf16, greedy, {args.max_tokens} tokens, {args.rounds} round(s)\n")
+    console.print(
+        f"{TARGET} bf16, weights {args.weights}, greedy, {args.max_tokens} tokens, {args.rounds} round(s)\n"
+    )
     table = Table(
         "setting", *tasks, "total", "vs hf", "per-prompt ratio to hf: median (min-max)", "same as plain"
     )

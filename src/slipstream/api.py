@@ -10,12 +10,14 @@ import torch
 from slipstream.control import Controller
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
+from slipstream.core.precision import check_precision
 from slipstream.drafters import TargetInfo, build_drafter, configure
 from slipstream.engine.engine import Engine
 from slipstream.engine.session import Session
 from slipstream.errors import ParameterError
 from slipstream.logits.grammar import Grammars
 from slipstream.model.generation import GenerationDefaults
+from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import LoadedModel
 from slipstream.model.load import load as load_model
 from slipstream.model.progress import Progress
@@ -29,6 +31,8 @@ def load(
     *,
     controller: Controller | str | None = None,
     dtype: str = "auto",
+    weights: str = "plain",
+    embedding: str = "plain",
     device: str | torch.device = "cpu",
     max_rows: int = 8,
     context: int | None = None,
@@ -41,22 +45,30 @@ def load(
     """Load a target and a drafter.
 
     model: catalogue name, folder, .gguf file, hub id, or a model loaded before (whose weights are then
-    packed in place). drafter: `name:key=value,…`, see `slipstream drafters`. max_rows: sequences
-    decoded at once. context: most tokens a sequence, prompt included; None is the model's own.
-    prefix_tokens: cached tokens kept of finished answers, for prompts that begin with the same tokens. rule:
-    "auto", "rejection", "block" (sampled chains: more tokens, the same law) or "typical", which changes the
-    output and therefore needs lossy=True; what it gives is marked `lossy`.
+    packed in place). drafter: `name:key=value,…`, see `slipstream drafters`. weights: "int8" halves the
+    weights and what a step reads, and makes another model, nearly the same, that is exact with itself;
+    embedding: "int8" as well, for the table of input embeddings. max_rows: sequences decoded at once.
+    context: most tokens a sequence, prompt included; None is the model's own. prefix_tokens: cached tokens
+    kept of finished answers, for prompts that begin with the same tokens. rule: "auto", "rejection", "block"
+    (sampled chains: more tokens, the same law) or "typical", which changes the output and therefore needs
+    lossy=True; what it gives is marked `lossy`.
     """
     check_rule(rule, lossy)  # before anything large is read
+    check_precision(weights, embedding)
     if isinstance(drafter, str):
         configure(drafter)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     if isinstance(model, (str, os.PathLike)):
-        model = load_model(os.fspath(model), dtype=dtype, device=device, **options)
+        precision = {"weights": weights, "embedding": embedding}
+        model = load_model(os.fspath(model), dtype=dtype, device=device, **precision, **options)
     if not isinstance(model, LoadedModel):
         raise ParameterError(f"a model is a name, a path or a LoadedModel, not {type(model).__name__}")
+    if "int8" in (weights, embedding) and (model.weights, model.embedding) != (weights, embedding):
+        raise ParameterError("this model was loaded before, without int8 weights: load it with them")
     loaded = model
     runner = Runner(loaded.model, pack=True)
+    if loaded.weights == "int8":
+        share_inputs(runner)
     info = TargetInfo(
         vocab_size=min(runner.vocab_size, len(loaded.tokenizer)),
         context=runner.context,
@@ -66,6 +78,7 @@ def load(
         eos_ids=loaded.generation_config.eos_ids,
         model=loaded.model,
         options=options,
+        weights=loaded.weights,
         runner=runner,
     )
     try:

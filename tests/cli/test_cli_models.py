@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from slipstream.cli import main
 from slipstream.model import load, memory
 from slipstream.model.hub import HubMiss
+from slipstream.testing.quantised import every_size, lacks_int8
 from slipstream.testing.tiny import save_tiny, save_tiny_gguf, tiny_model
 from slipstream.version import __version__
 
@@ -58,6 +59,16 @@ def test_models_lists_the_catalogue_and_the_cache(tmp_path):
     assert [m["name"] for m in listed["catalogue"]] == ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]
     assert listed["catalogue"][0]["path"] is None
     assert listed["cached"][0]["source"] == "mine.gguf" and listed["cached"][0]["bytes"] > 0
+
+
+@pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
+def test_models_lists_int8_copies(tmp_path):
+    folder = save_tiny(tmp_path / "mine")
+    load.load(str(folder), weights="int8")
+    (copy,) = json.loads(run("models", "--json").stdout)["int8"]
+    assert copy["of"] == "mine" and copy["bytes"] > 30_000
+    table = run("models").stdout
+    assert "INT8 WEIGHTS OF" in table and "mine" in table
 
 
 def test_doctor_reports_the_machine():
@@ -109,6 +120,27 @@ def test_doctor_predicts_the_memory_of_a_model_and_a_drafter(tmp_path):
     assert "KEYS, VALUES" in table and "float32, 1 sequence of 2048 tokens" in table and ": fits" in table
 
 
+@pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
+def test_doctor_knows_int8_weights(tmp_path, monkeypatch):
+    with every_size():
+        target = save_tiny(tmp_path / "target", tie=True)
+        plans = []
+        for options in ([], ["--weights", "int8"], ["--weights", "int8", "--embedding", "int8"]):
+            report = json.loads(run("doctor", str(target), *options, "--json").stdout)
+            plans.append(report["memory_plan"])
+        assert [(p["weights"], p["embedding"]) for p in plans] == [
+            ("plain", "plain"), ("int8", "plain"), ("int8", "int8"),
+        ]  # fmt: skip
+        sizes = [p["target"]["weight_bytes"] for p in plans]
+        assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+        room = plans[2]["needed_bytes"] + 1000
+        monkeypatch.setattr(memory, "available", lambda: room)
+        got = run("doctor", str(target))
+        assert got.exit_code == 1 and "--weights int8" in got.stdout
+        got = run("doctor", str(target), "--weights", "int8", "--embedding", "int8")
+        assert got.exit_code == 0 and "int8 and float32, embedding int8, 1 sequence" in got.stdout
+
+
 def test_doctor_refuses_what_does_not_fit_and_says_what_to_do(tmp_path, monkeypatch):
     target = str(save_tiny(tmp_path / "target"))
     monkeypatch.setattr(memory, "available", lambda: 2_000_000)
@@ -154,6 +186,7 @@ def test_doctor_says_what_it_does_not_know(tmp_path):
         (["--drafter", "medusa:heads=./nowhere"], "there is no folder"),
         (["some/where", "--drafter", "ngram"], "some/where is not on this machine"),
         (["--drafter", "ngram", "--dtype", "int3"], "dtype must be"),
+        (["--weights", "int3"], "weights must be plain or int8"),
         (["one", "--model", "other"], "two models were named, one and other"),
         (["--batch", "0"], "batch must be at least 1"),
         (["--context", "1"], "context must be at least 2"),

@@ -28,6 +28,7 @@ from slipstream.core.stats import DraftCounts
 from slipstream.engine.session import Completion, Session
 from slipstream.model.catalogue import find
 from slipstream.plan.memory import plan_memory
+from slipstream.testing.quantised import every_size, lacks_int8
 from slipstream.testing.tiny import save_tiny, tiny_tokenizer
 
 COMMAND = [sys.executable, "-m", "slipstream.cli.main", "run"]
@@ -175,6 +176,7 @@ def test_load_options_reach_load(invoke, monkeypatch):
         got = invoke(
             "hello", "--drafter", "ngram:max_n=3", "--controller", "additive:start=3", "--dtype", "bfloat16",
             "--device", "cpu", "--threads", "2", "--context", "30", "--trust-remote-code", "--json",
+            "--weights", "plain",
         )  # fmt: skip
         assert torch.get_num_threads() == 2
     finally:
@@ -185,8 +187,21 @@ def test_load_options_reach_load(invoke, monkeypatch):
     assert Path(seen.pop("model")).name == "target"
     assert seen == {
         "drafter": "ngram:max_n=3", "controller": "additive:start=3", "dtype": "bfloat16", "device": "cpu",
-        "context": 30, "trust_remote_code": True,
+        "context": 30, "trust_remote_code": True, "weights": "plain", "embedding": "plain",
     }  # fmt: skip
+
+
+@pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
+def test_int8_weights_are_told_and_compare_equal(invoke, models, tmp_path):
+    options = ("--max-tokens", "12", "--drafter", f"draft_model:model={models / 'target'}")
+    int8 = ("--weights", "int8", "--embedding", "int8")
+    with every_size():
+        got = invoke("hello", *options, *int8, "--compare", SLIPSTREAM_CACHE=str(tmp_path))
+        assert got.exit_code == 0 and "int8 weights: the answer is the int8 model's own" in got.stderr
+        got = invoke("hello", *options, *int8, "--json", SLIPSTREAM_CACHE=str(tmp_path))
+    report = json.loads(got.stdout)
+    assert (report["weights"], report["embedding"], report["dtype"]) == ("int8", "int8", "float32")
+    assert len(list((tmp_path / "int8").iterdir())) == 1
 
 
 def test_the_default_model_is_in_the_catalogue():
@@ -343,6 +358,8 @@ def test_colours_only_when_asked_and_the_text_stays(invoke, models):
         (["--controller", "additive:start=99"], "min <= start <= max"),
         (["world"], "put it in quotes: slipstream run 'hello world'"),
         (["--dtype", "int3"], "dtype must be"),
+        (["--weights", "int3"], "weights must be plain or int8"),
+        (["--embedding", "int8"], "embedding int8 goes with weights int8"),
         (["--device", "gpu"], "device must be"),
         (["--model", "./nowhere/at/all"], "./nowhere/at/all"),
     ],

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,28 @@ from slipstream.drafters import build_drafter
 from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.cascade import CascadeDrafter
 from slipstream.drafters.medusa import MedusaDrafter
-from slipstream.errors import ModelError, SlipstreamError
+from slipstream.errors import ModelError
 from slipstream.heads.io import save_eagle, save_medusa
 from slipstream.model import int8
-from slipstream.model.int8 import Int8Linear, quantise_linears, require_int8
+from slipstream.model.int8 import Int8Linear
 from slipstream.testing.heads import random_eagle, random_medusa
+from slipstream.testing.quantised import every_size as all_sizes
+from slipstream.testing.quantised import lacks_int8
 from slipstream.testing.tiny import save_tiny, tiny_model
 
 PROMPTS = [[5, 17, 3, 9, 11, 2], [7], [4, 4]]
 Info = Callable[[Any], TargetInfo]
 
 
-def _lacks_int8() -> bool:
-    try:
-        require_int8()
-    except SlipstreamError:
-        return True
-    return False
-
-
-needs_int8 = pytest.mark.skipif(_lacks_int8(), reason="this CPU has no int8 products")
+needs_int8 = pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
 
 
 @pytest.fixture
-def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The linears of tiny models are too small to gain and would be left as they are."""
-    monkeypatch.setattr(int8, "quantise_linears", partial(quantise_linears, smallest=0))
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    with all_sizes():
+        yield
 
 
 def record_drafts(drafter: Drafter) -> list[int]:

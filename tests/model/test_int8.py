@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,23 +13,15 @@ from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.draft_model import DraftModelConfig, ModelDrafter
 from slipstream.engine.engine import Engine
-from slipstream.errors import ModelError, SlipstreamError
+from slipstream.errors import ModelError
 from slipstream.model import int8
 from slipstream.model.int8 import Int8Linear, quantise_linears, require_int8
 from slipstream.model.packed import weight_bytes
 from slipstream.model.runner import Runner
+from slipstream.testing.quantised import lacks_int8
 from slipstream.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
 
-
-def _lacks_int8() -> bool:
-    try:
-        require_int8()
-    except SlipstreamError:
-        return True
-    return False
-
-
-needs_int8 = pytest.mark.skipif(_lacks_int8(), reason="this CPU has no int8 products")
+needs_int8 = pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
 
 
 def inputs(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -49,7 +40,7 @@ def linear(dtype: torch.dtype, bias: bool = True, inner: int = 96, out: int = 20
 @needs_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    layer, x = Int8Linear(linear(dtype)), inputs(64, 96, dtype)
+    layer, x = Int8Linear.of(linear(dtype)), inputs(64, 96, dtype)
     together = layer(x)
     assert together.dtype == dtype and together.shape == (64, 200)
     for rows in range(1, 65):
@@ -64,14 +55,25 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_row_is_within_two_percent(dtype: torch.dtype, bias: bool) -> None:
     plain, x = linear(dtype, bias), inputs(16, 96, dtype)
-    expected, found = plain(x).float(), Int8Linear(plain)(x).float()
+    expected, found = plain(x).float(), Int8Linear.of(plain)(x).float()
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.02
 
 
 @needs_int8
 def test_a_row_of_zeros_gives_the_bias_and_batch_dimensions_are_kept() -> None:
     plain = linear(torch.float32)
-    assert torch.equal(Int8Linear(plain)(torch.zeros(2, 3, 96)), plain.bias.expand(2, 3, -1))
+    assert torch.equal(Int8Linear.of(plain)(torch.zeros(2, 3, 96)), plain.bias.expand(2, 3, -1))
+
+
+@needs_int8
+def test_rows_of_the_weight_can_be_had_back() -> None:
+    """As the product sees them: the scaled whole numbers themselves."""
+    plain = linear(torch.float32)
+    quantised, scales = int8.quantise(plain.weight)
+    ids = torch.tensor([3, 199, 0, 3])
+    found = Int8Linear.of(plain).rows(ids)
+    assert torch.equal(found, (quantised.float() * scales[:, None])[ids])
+    assert (found - plain.weight[ids]).abs().max() <= scales.max() / 2
 
 
 @needs_int8
@@ -101,7 +103,7 @@ def test_a_models_linears_and_head_are_replaced_and_their_bytes_counted(tie: boo
 def test_an_int8_model_runs_trees_and_drafts_without_changing_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8, "quantise_linears", partial(quantise_linears, smallest=0))
+    monkeypatch.setattr(int8, "SMALLEST", 0)
     path = save_tiny(tmp_path / "draft", kind="qwen2", tie=True, seed=3, dtype=torch.bfloat16)
     target = Runner(tiny_model("qwen2", tie=True, seed=3), pack=False)
     info = TargetInfo(target.vocab_size, target.context, tokenizer=tiny_tokenizer())

@@ -130,7 +130,7 @@ def test_a_changed_gguf_file_is_another_model(tmp_path):
 def test_the_file_hash_is_remembered(tmp_path, monkeypatch):
     path = save_tiny_gguf(tmp_path / "t.gguf", tiny_model("qwen2", vocab_size=260))
     first = load.resolve(str(path))
-    monkeypatch.setattr(convert, "sha256_of", None)
+    monkeypatch.setattr(store, "sha256_of", None)
     assert load.resolve(str(path)) == first
 
 
@@ -157,7 +157,7 @@ def test_a_conversion_that_is_interrupted_leaves_no_folder(tmp_path, monkeypatch
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "seal", interrupted)
+    monkeypatch.setattr(store, "seal", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load.resolve(str(path))
     assert list((store.cache_dir() / "models").iterdir()) == []

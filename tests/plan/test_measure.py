@@ -20,8 +20,9 @@ from slipstream.plan import measure as module
 from slipstream.plan.advise import advise
 from slipstream.plan.measure import Plan, measure, step_seconds
 from slipstream.plan.prompts import read_prompts
-from slipstream.plan.rates import bandwidth, matrix_rate
+from slipstream.plan.rates import bandwidth, int8_rate, matrix_rate
 from slipstream.plan.setup import measured
+from slipstream.testing.quantised import every_size, lacks_int8
 from slipstream.testing.tiny import save_tiny
 
 PLAN = Plan(
@@ -120,6 +121,20 @@ def test_trees_are_counted_at_every_depth_and_kept_as_trees(
         seen = candidate.trees[nodes][task].total
         assert len(seen.drafted) == depth and seen.accepted == seen.tested and seen.tested[-1] > 0
     assert advise(setup).batches[0].options[0].prediction.nodes in (1, 3, 6)
+
+
+@pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
+def test_an_int8_target_is_measured_as_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Bundle
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "bandwidth", lambda device: 1.0)
+    monkeypatch.setattr(module, "int8_rate", lambda: int8_rate(32))
+    small = Plan(rows=(1,), nodes=(1, 2), contexts=(8,), depths=(1,), prefill=(8,), rounds=3, tokens=4)
+    with every_size(), slipstream.load(str(folder), weights="int8") as session:
+        got = measure(session, "tiny", [], [], small)
+    assert got.dtype == "int8" and got.machine.flops["int8"] > 0 and len(got.machine.flops) == 1
+    assert got.weight_bytes < 0.6 * bundle.weight_bytes and got.kv_bytes == bundle.kv_bytes
 
 
 def test_measuring_leaves_the_session_as_it_was(session: Session, bundle: Bundle) -> None:

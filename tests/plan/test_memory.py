@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import slipstream
 from slipstream.core.estimate import MemoryEstimate
@@ -23,15 +24,16 @@ from slipstream.drafters._suffix_tree import GrowingTree, SuffixTree
 from slipstream.drafters.crossvocab import CrossVocabDrafter
 from slipstream.drafters.ngram import NgramConfig, _Index
 from slipstream.engine.session import Session
-from slipstream.errors import DrafterError, ModelError, ParameterError, SlipstreamError
+from slipstream.errors import DrafterError, ModelError, ParameterError
 from slipstream.model import catalogue, load
 from slipstream.model.blueprint import Blueprint
 from slipstream.model.hub import HubMiss
-from slipstream.model.int8 import quantise_linears, require_int8
+from slipstream.model.int8 import quantise_linears
 from slipstream.model.packed import weight_bytes
 from slipstream.plan import memory
 from slipstream.plan.memory import plan_memory
 from slipstream.testing.heads import save_random_heads
+from slipstream.testing.quantised import every_size, lacks_int8
 from slipstream.testing.tiny import save_tiny, tiny_model
 
 VOCAB = 4608
@@ -39,15 +41,7 @@ WIDE = {"vocab_size": VOCAB, "hidden": 256}  # a head large enough to be kept as
 ROOT = Path(__file__).parents[2]
 
 
-def _lacks_int8() -> bool:
-    try:
-        require_int8()
-    except SlipstreamError:
-        return True
-    return False
-
-
-needs_int8 = pytest.mark.skipif(_lacks_int8(), reason="this CPU has no int8 products")
+needs_int8 = pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
 
 
 def words() -> list[int]:
@@ -170,6 +164,40 @@ def test_the_targets_own_memory_is_predicted(models: Path, session: Session, con
     session.cancel(rows)
 
 
+@needs_int8
+@pytest.mark.parametrize("embedding", ["plain", "int8"])
+@pytest.mark.parametrize("kind", ["target", "tied", "gemma"])
+def test_the_memory_of_an_int8_target_is_predicted(
+    models: Path, tmp_path: Path, kind: str, embedding: str
+) -> None:
+    path = models / kind
+    if kind == "gemma":
+        path = save_tiny(tmp_path / kind, kind="gemma3_text", tie=True, dtype=torch.bfloat16, **WIDE)
+    precision = {"weights": "int8", "embedding": embedding}
+    plan = plan_memory(str(path), context=600, **precision)
+    with slipstream.load(str(path), **precision) as session:
+        (row,) = session.submit([5] * 590)
+        while not row.num_output:
+            session.engine.step()
+        runner = session.engine.runner
+        assert runner.memory_bytes == plan.target.total
+        assert sum(_tensors(runner, set()).values()) == pytest.approx(plan.target.total, rel=0.03)
+    assert plan.target.weights < plan_memory(str(path)).target.weights
+
+
+@needs_int8
+def test_drafters_of_an_int8_target_are_predicted(models: Path) -> None:
+    """They share its layers and its table, and what they copy of them is theirs."""
+    table = models / "heads/eagle3_with_table"
+    if not table.exists():
+        _with_a_copy_of_the_table(models, table)
+    precision = {"weights": "int8", "embedding": "int8"}
+    with every_size(), slipstream.load(str(models / "target"), **precision) as session:
+        for spec in (f"medusa:heads={models}/heads/medusa_reduced", f"eagle:heads={table}"):
+            plan = plan_memory(str(models / "target"), spec, context=100, **precision)
+            assert session.use(spec).memory_bytes == plan.drafter.weights
+
+
 def _allocated(session: Session) -> int:
     """Bytes of all tensors and arrays that the drafter reaches and the target does not."""
     of_target = _tensors(session.engine.runner, set())
@@ -247,11 +275,11 @@ def test_a_blueprint_has_the_bytes_of_the_model(tmp_path: Path, kind: str, tie: 
     for dtype in ("auto", "float32"):
         blueprint = Blueprint.of(str(path), dtype=dtype)
         loaded = load.load(str(path), dtype=dtype).model
-        assert blueprint.weight_bytes() == weight_bytes(loaded)
+        assert blueprint.weight_bytes == weight_bytes(loaded)
         assert all(p.device.type == "meta" for p in blueprint.model.parameters())
-        if dtype == "auto" and not _lacks_int8():
+        if dtype == "auto" and not lacks_int8():
             assert quantise_linears(loaded) > 0
-            assert blueprint.weight_bytes(quantised=True) == weight_bytes(loaded)
+            assert Blueprint.of(str(path), weights="int8").weight_bytes == weight_bytes(loaded)
 
 
 def test_positions_that_depend_on_data_do_not_hinder(tmp_path: Path) -> None:
@@ -273,8 +301,6 @@ def test_the_catalogue_knows_the_size_of_what_is_not_here(entry: catalogue.Catal
 
 def test_a_shared_embedding_is_not_counted_twice(models: Path, session: Session, tmp_path: Path) -> None:
     """EAGLE checkpoints ship a copy of the target's table, which is dropped when they are loaded."""
-    from safetensors.torch import load_file, save_file
-
     heads = tmp_path / "eagle3"
     heads.mkdir()
     tensors = load_file(models / "heads/eagle3/model.safetensors")
@@ -287,6 +313,15 @@ def test_a_shared_embedding_is_not_counted_twice(models: Path, session: Session,
         assert session.use(f"eagle:heads={heads}").memory_bytes == plan.drafter.weights
         totals.append(plan.drafter.weights)
     assert totals[0] == totals[1] == totals[2] - table.nbytes
+
+
+def _with_a_copy_of_the_table(models: Path, folder: Path) -> None:
+    """The EAGLE-3 head and the target's embedding."""
+    folder.mkdir()
+    tensors = load_file(models / "heads/eagle3/model.safetensors")
+    table = load_file(models / "target/model.safetensors")["model.embed_tokens.weight"]
+    (folder / "config.json").write_text((models / "heads/eagle3/config.json").read_text())
+    save_file({**tensors, "embed_tokens.weight": table}, folder / "model.safetensors", {"format": "pt"})
 
 
 # -- verdicts and mistakes ---------------------------------------------------------------------------

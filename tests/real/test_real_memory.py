@@ -18,6 +18,7 @@ from slipstream import SamplingParams, Session
 from slipstream.core.draft import Drafter
 from slipstream.engine.inputs import encode
 from slipstream.plan.memory import plan_memory
+from slipstream.testing.quantised import lacks_int8
 
 pytestmark = pytest.mark.real
 
@@ -91,6 +92,40 @@ def test_the_memory_of_the_target_is_predicted(session: Session) -> None:
         session.engine.step()
     assert session.engine.runner.memory_bytes == plan.target.total
     session.cancel([row])
+
+
+@pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
+@pytest.mark.parametrize("embedding", ["plain", "int8"])
+def test_the_memory_of_an_int8_target_is_predicted(
+    embedding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told by the runner, and resident with all pages of its tables read."""
+    precision = {"weights": "int8", "embedding": embedding}
+    plan = plan_memory(TARGET, context=CONTEXT, **precision)
+    with slipstream.load(TARGET, context=CONTEXT, **precision):  # made now if it is not there yet
+        pass
+    before = resident()
+    with slipstream.load(TARGET, context=CONTEXT, **precision) as loaded:
+        prompt = encode(loaded.tokenizer, TEXT)[: CONTEXT - 24]
+
+        def touch_tables() -> None:
+            table = loaded.info.model.get_input_embeddings()
+            for tensor in (*table.parameters(), *table.buffers()):
+                tensor.view(torch.uint8).max()
+
+        (row,) = loaded.submit(prompt, SamplingParams(max_tokens=2))
+        while not row.num_output:
+            loaded.engine.step()
+        touch_tables()
+        told, held = loaded.engine.runner.memory_bytes, resident() - before
+        loaded.cancel([row])
+    with capsys.disabled():
+        print(
+            f"\nint8, embedding {embedding}: predicted {plan.target.total / 1e6:.0f} MB, told"
+            f" {told / 1e6:.0f}, resident {held / 1e6:.0f}"
+        )
+    assert told == plan.target.total
+    assert held == pytest.approx(plan.target.total, rel=0.1)
 
 
 def test_the_catalogue_says_what_the_checkpoints_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

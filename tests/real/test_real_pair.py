@@ -21,6 +21,7 @@ from slipstream.control import Controller, RowState
 from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest
 from slipstream.core.tree import TokenTree
 from slipstream.drafters import build_drafter
+from slipstream.testing.quantised import lacks_int8
 from slipstream.testing.record import Recorder
 
 pytestmark = pytest.mark.real
@@ -35,6 +36,10 @@ GREEDY = SamplingParams(max_tokens=128)
 def only_bfloat16(session: Session) -> None:
     if session.info.dtype != "bfloat16":
         pytest.skip("shown in bfloat16, where rounding is coarsest; float32 takes twice as long")
+
+
+def shown(session: Session) -> str:
+    return "int8" if session.info.weights == "int8" else session.info.dtype
 
 
 @dataclass
@@ -78,9 +83,12 @@ def run(
     )
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "int8"])
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
-    with slipstream.load(TARGET, dtype=request.param) as loaded:
+    if request.param == "int8" and lacks_int8():
+        pytest.skip("this CPU has no int8 products")
+    options = {"weights": "int8"} if request.param == "int8" else {"dtype": request.param}
+    with slipstream.load(TARGET, **options) as loaded:
         yield loaded
 
 
@@ -113,7 +121,7 @@ def test_speculative_tokens_and_bits_equal_plain(
     )
     with capsys.disabled():
         print(
-            f"\n{session.info.dtype} {name}: {same} of {len(CHATS)} outputs identical,"
+            f"\n{shown(session)} {name}: {same} of {len(CHATS)} outputs identical,"
             f" {equal} of {positions} positions bit-equal, tau {fast.tau:.2f}"
         )
     assert fast.tau > 1.05  # otherwise nothing was speculated and nothing is shown
@@ -182,10 +190,10 @@ def test_trees_differ_from_plain_only_at_near_ties(
         row = expected.rows[i][first].float()
         margins.append(float(row[a[first]] - row[b[first]]))
     with capsys.disabled():
-        shown = ", ".join(f"{m:.4f}" for m in margins) or "none"
+        told = ", ".join(f"{m:.4f}" for m in margins) or "none"
         print(
-            f"\n{session.info.dtype} trees: {len(chats) - len(margins)} of {len(chats)} identical,"
-            f" margins: {shown}"
+            f"\n{shown(session)} trees: {len(chats) - len(margins)} of {len(chats)} identical,"
+            f" margins: {told}"
         )
     assert tree.tau > 1.5
     # Logits here are 10 to 40, where neighbouring bfloat16 numbers are 0.0625 to 0.25 apart.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.memory_plan import as_json, check_numbers, print_plan
-from slipstream.cli.request import DEFAULT_MODEL
+from slipstream.cli.request import DEFAULT_MODEL, EmbeddingOption, WeightsOption
 from slipstream.errors import ParameterError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def doctor(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
     ] = "auto",
+    weights: WeightsOption = "plain",
+    embedding: EmbeddingOption = "plain",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     trust_remote_code: Annotated[
@@ -58,13 +60,17 @@ def doctor(
     if model is not None and model_ is not None:
         raise ParameterError(f"two models were named, {model} and {model_}: give one")
     model = model or model_
+    from slipstream.core.precision import check_precision
+
+    check_precision(weights, embedding)
     if drafter is not None:
         from slipstream.drafters import check_spec
 
         check_spec(drafter)
     from slipstream.cli.output import print_json
 
-    report = gather(model)
+    precision = {"weights": weights, "embedding": embedding}
+    report = gather(model, **precision)
     refused = model is not None and report["models"][-1]["refused"] is not None
     plan = None
     if drafter is not None or (model is not None and not refused):
@@ -76,6 +82,7 @@ def doctor(
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
+            **precision,
         )
     report["memory_plan"] = None if plan is None else as_json(plan)
     if json_:
@@ -101,8 +108,8 @@ def _plan(model: str | None, drafter: str | None, **options: Any) -> MemoryPlan 
         raise
 
 
-def gather(model: str | None) -> dict[str, Any]:
-    """The report as plain values; sizes in bytes."""
+def gather(model: str | None, **precision: str) -> dict[str, Any]:
+    """The report as plain values; sizes in bytes. precision: of the named model's weights, as to `load`."""
     import torch
     import transformers
 
@@ -138,7 +145,8 @@ def gather(model: str | None) -> dict[str, Any]:
     }
     named = [entry.name for entry in CATALOGUE if entry.name != model]
     for spec in named + ([model] if model is not None else []):
-        report["models"].append(_check(spec, dtype, "cuda" if gpus else "cpu"))
+        wanted = precision if spec == model else {}
+        report["models"].append(_check(spec, dtype, "cuda" if gpus else "cpu", **wanted))
     return report
 
 
@@ -203,7 +211,9 @@ def _advised(processor: dict[str, Any], gpus: list[dict[str, Any]]) -> tuple[str
     )
 
 
-def _check(spec: str, dtype: str, device: str) -> dict[str, Any]:
+def _check(
+    spec: str, dtype: str, device: str, weights: str = "plain", embedding: str = "plain"
+) -> dict[str, Any]:
     """Whether a model could be loaded now, without downloading anything."""
     import torch
 
@@ -217,14 +227,20 @@ def _check(spec: str, dtype: str, device: str) -> dict[str, Any]:
         if folder is None:
             row["note"] = f"not on this machine: slipstream pull {spec}"
             entry = find(spec)
-            if entry is not None:
-                row["weight_bytes"] = entry.parameters * DTYPES[dtype].itemsize
-                require_memory(spec, row["weight_bytes"], DTYPES[dtype], torch.device(device))
-            return row
-        row["path"] = str(folder)
-        checkpoint = inspect(folder)
-        row["weight_bytes"] = checkpoint.bytes_as(DTYPES[dtype].itemsize)
-        require_memory(spec, row["weight_bytes"], DTYPES[dtype], torch.device(device))
+            if entry is None:
+                return row
+            row["weight_bytes"] = entry.parameters * DTYPES[dtype].itemsize
+        else:
+            row["path"] = str(folder)
+            row["weight_bytes"] = inspect(folder).bytes_as(DTYPES[dtype].itemsize)
+        if weights == "int8":
+            from slipstream.model.blueprint import Blueprint
+
+            shape = Blueprint.of(spec, dtype=dtype, weights=weights, embedding=embedding)
+            row["weight_bytes"] = shape.weight_bytes
+        kept = "int8" if weights == "int8" else dtype
+        where = "cpu" if weights == "int8" else device
+        require_memory(spec, row["weight_bytes"], kept, torch.device(where))
     except SlipstreamError as error:
         row["refused"] = str(error)
     return row

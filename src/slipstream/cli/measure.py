@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.plan import write
-from slipstream.cli.request import MOST_THREADS
+from slipstream.cli.request import MOST_THREADS, EmbeddingOption, WeightsOption
 from slipstream.errors import ParameterError
 from slipstream.plan.prompts import read_prompts
 
@@ -59,6 +59,8 @@ def measure(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
     ] = "auto",
+    weights: WeightsOption = "plain",
+    embedding: EmbeddingOption = "plain",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON too.")] = False,
@@ -83,9 +85,11 @@ def measure(
     cached, lengths = numbers("contexts", contexts), numbers("depths", depths)
 
     from slipstream.cli.output import print_json, progress
+    from slipstream.core.precision import check_precision
     from slipstream.core.spec import make_config, parse_spec
     from slipstream.drafters import find_drafter
 
+    check_precision(weights, embedding)
     for spec in drafter or []:  # a mistyped one is told before anything is loaded
         name, values = parse_spec(spec)
         make_config(find_drafter(name).Config, name, values)  # type: ignore[attr-defined]
@@ -100,7 +104,13 @@ def measure(
         if threads is not None:
             torch.set_num_threads(threads)
         plan = Plan(batches, widths, cached, lengths, rounds=rounds, tokens=tokens, most_tokens=most_tokens)
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "weights": weights,
+            "embedding": embedding,
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+        }
         with slipstream.load(model, max_rows=max(plan.rows), progress=drawn, **options) as session:
             bundle = take(session, model, drafter or [], asked, plan, drawn)
     write(out, bundle.model_dump_json(indent=1) + "\n")

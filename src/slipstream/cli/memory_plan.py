@@ -24,6 +24,8 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "model": plan.model,
         "drafter": plan.drafter_spec,
         "dtype": plan.dtype,
+        "weights": plan.weights,
+        "embedding": plan.embedding,
         "device": plan.device,
         "context": plan.context,
         "batch": plan.rows,
@@ -64,12 +66,18 @@ def print_plan(plan: MemoryPlan) -> None:
     rows = "1 sequence" if plan.rows == 1 else f"{plan.rows} sequences"
     found = f"{size(plan.needed)} with room to work, {size(plan.available)} available"
     for line in (
-        f"{plan.dtype}, {rows} of {plan.context} tokens: {found}: {_verdict(plan)}",
+        f"{_kept(plan)}, {rows} of {plan.context} tokens: {found}: {_verdict(plan)}",
         *((f"unknown: {plan.drafter.unknown}",) if plan.drafter.unknown else ()),
         *plan.target.notes,
         *plan.drafter.notes,
     ):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _kept(plan: MemoryPlan) -> str:
+    if plan.weights == "plain":
+        return plan.dtype
+    return f"int8 and {plan.dtype}{', embedding int8' if plan.embedding == 'int8' else ''}"
 
 
 def _verdict(plan: MemoryPlan) -> str:

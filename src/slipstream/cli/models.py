@@ -21,9 +21,14 @@ class CachedModel:
 
 def cached_models() -> list[CachedModel]:
     """All complete model folders of the cache, by name; broken or half-made ones are not listed."""
-    from slipstream.model.store import Store, folder_bytes, manifest
+    from slipstream.model.store import Store
 
-    folder = Store.default().root / "models"
+    return _complete(Store.default().root / "models")
+
+
+def _complete(folder: Path) -> list[CachedModel]:
+    from slipstream.model.store import folder_bytes, manifest
+
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         record = manifest(path)
@@ -31,6 +36,13 @@ def cached_models() -> list[CachedModel]:
             source = str(record.get("source", ""))
             found.append(CachedModel(path.name, path, folder_bytes(path), source))
     return found
+
+
+def int8_copies() -> list[CachedModel]:
+    """The int8 weights in the cache that were made from checkpoints; source: the checkpoint's folder."""
+    from slipstream.model.store import Store
+
+    return _complete(Store.default().root / "int8")
 
 
 def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -45,6 +57,7 @@ def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
     root = Store.default().root
     with reading_errors(root):
         cached = {model.name: model for model in cached_models()}
+        int8 = int8_copies()
     catalogue: list[dict[str, Any]] = [
         {
             "name": entry.name,
@@ -67,7 +80,16 @@ def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
             for m in cached.values()
         ]
         shipped = [{"name": n, "path": str(path), "bytes": count} for n, (path, count) in house.items()]
-        print_json({"cache": str(root), "catalogue": catalogue, "house": shipped, "cached": listed})
+        copies = [{"of": m.source, "path": str(m.path), "bytes": m.bytes} for m in int8]
+        print_json(
+            {
+                "cache": str(root),
+                "catalogue": catalogue,
+                "house": shipped,
+                "cached": listed,
+                "int8": copies,
+            }
+        )
         return
     console = stdout()
     table = plain_table("CATALOGUE", "PARAMETERS", "LAYERS", "DOWNLOAD", "ON DISK", "LICENCE", "STATE")
@@ -94,4 +116,9 @@ def models(json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = 
         for model in others:
             more.add_row(model.name, size(model.bytes), model.source)
         console.print(more)
+    if int8:
+        copies_of = plain_table("\nINT8 WEIGHTS OF", "\nON DISK")
+        for copy in int8:
+            copies_of.add_row(copy.source, size(copy.bytes))
+        console.print(copies_of)
     console.print(f"\ncache: {root}", markup=False, soft_wrap=True)

@@ -6,13 +6,26 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from slipstream.errors import ParameterError
 
 MOST_THREADS = 1024  # more would not start, or only wait for each other
 DEFAULT_MODEL = "qwen2.5-coder-1.5b"
 COLOURS = ("drafts", "always", "never")
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="plain|int8",
+        help="int8 halves the target's weights and what a step reads; the output is then the int8 model's"
+        " own, nearly the same. plain is as --dtype says.",
+    ),
+]
+EmbeddingOption = Annotated[
+    str, typer.Option(metavar="plain|int8", help="int8 for the table of input embeddings, too.")
+]
 
 
 @dataclass(frozen=True)

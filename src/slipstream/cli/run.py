@@ -13,7 +13,9 @@ from slipstream.cli.request import (
     COLOURS,
     DEFAULT_MODEL,
     MOST_THREADS,
+    EmbeddingOption,
     Request,
+    WeightsOption,
     checked,
     one_prompt,
     read_stdin,
@@ -83,6 +85,8 @@ def run(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
     ] = "auto",
+    weights: WeightsOption = "plain",
+    embedding: EmbeddingOption = "plain",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")] = None,
     context: Annotated[
@@ -135,9 +139,11 @@ def run(
     # Mistakes are told before torch is imported and models are loaded.
     prompt = one_prompt(words)
     from slipstream.control import build_controller
+    from slipstream.core.precision import check_precision
     from slipstream.drafters import check_spec
 
     check_spec(drafter)
+    check_precision(weights, embedding)
     build_controller(controller, 0)
     sampling = checked({name: value for name, value in given.items() if value is not None})
     if threads is not None and not 1 <= threads <= MOST_THREADS:
@@ -171,7 +177,14 @@ def run(
         json_,
         compare,
         colours,
-        {"dtype": dtype, "device": device, "context": context, "trust_remote_code": trust_remote_code},
+        {
+            "dtype": dtype,
+            "weights": weights,
+            "embedding": embedding,
+            "device": device,
+            "context": context,
+            "trust_remote_code": trust_remote_code,
+        },
         threads,
     )
     try:
@@ -227,6 +240,8 @@ def _answer(session: Session, request: Request, prompt: str, params: SamplingPar
     from slipstream.core.spec import parse_spec
 
     summary = Summary()
+    if session.info.weights == "int8" and not request.json:
+        summary.note("int8 weights: the answer is the int8 model's own, with any drafter")
     ids = _encode(session, request, prompt, summary)
     params = params.with_(seed=secrets.randbits(32) if params.seed is None else params.seed)
     painter = Painter(sys.stdout, request.colour)
@@ -264,6 +279,8 @@ def _answer(session: Session, request: Request, prompt: str, params: SamplingPar
             "max_tokens": params.max_tokens,
             "context": session.engine.context,
             "dtype": session.info.dtype,
+            "weights": request.load["weights"],
+            "embedding": request.load["embedding"],
             "device": session.info.device,
             "threads": torch.get_num_threads(),
         }

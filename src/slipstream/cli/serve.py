@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.request import DEFAULT_MODEL
+from slipstream.cli.request import DEFAULT_MODEL, EmbeddingOption, WeightsOption
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ def serve(
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
     ] = "auto",
+    weights: WeightsOption = "plain",
+    embedding: EmbeddingOption = "plain",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")] = None,
     trust_remote_code: Annotated[
@@ -117,8 +119,10 @@ def serve(
     """
     _need_packages()
     from slipstream.control import build_controller, goodput_config
+    from slipstream.core.precision import check_precision
     from slipstream.drafters import check_spec
 
+    check_precision(weights, embedding)
     specs = drafter_specs(drafter, also or [])
     for spec in specs.values():  # mistakes are told before torch is imported and models are loaded
         check_spec(spec)
@@ -149,6 +153,8 @@ def serve(
     find_form("", tool_form)
     load: dict[str, Any] = {
         "dtype": dtype,
+        "weights": weights,
+        "embedding": embedding,
         "device": device,
         "context": context,
         "max_rows": max_rows,

@@ -32,11 +32,12 @@ class TargetInfo:
     """The target, for drafters that must fit it.
 
     vocab_size: ids the target can emit. context: most positions. dtype and device: how the target
-    runs. tokenizer: to compare vocabularies. model: the loaded transformers model, for drafters that
-    share its weights. options: how models are loaded (trust_remote_code, progress). runner: the engine's
-    own, for drafters that compute with the target's cache as well: a row's slot is its seq_id, it holds
-    everything committed but the root, and what a drafter writes behind its length is overwritten by the
-    verification. Such a drafter must leave every slot with the length it had.
+    runs. weights: plain, or int8 (its linear layers). tokenizer: to compare vocabularies. model: the loaded
+    transformers model, for drafters that share its weights. options: how models are loaded
+    (trust_remote_code, progress). runner: the engine's own, for drafters that compute with the target's
+    cache as well: a row's slot is its seq_id, it holds everything committed but the root, and what a drafter
+    writes behind its length is overwritten by the verification. Such a drafter must leave every slot with the
+    length it had.
     """
 
     vocab_size: int
@@ -48,6 +49,7 @@ class TargetInfo:
     model: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     runner: Runner | None = None
+    weights: str = "plain"
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class CrossVocabDrafter(Drafter):
         shared = min(target.vocab_size, vocab) if config.mode == "intersect" else 0
         tables = _table_bytes(vocab, shared, sys.getsizeof(dict.fromkeys(range(shared))))
         return MemoryEstimate(
-            shape.weight_bytes(), shape.cache_bytes(tokens, target.rows), tables, notes=shape.notes
+            shape.weight_bytes, shape.cache_bytes(tokens, target.rows), tables, notes=shape.notes
         )
 
     @property

@@ -35,6 +35,7 @@ from slipstream.logits.warp import warped_law
 from slipstream.model.blueprint import Blueprint
 from slipstream.model.house import house_drafter
 from slipstream.model.int8 import Quantise, prepare_linears, require_int8
+from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import load
 from slipstream.model.parts import ModelParts
 from slipstream.model.runner import Runner
@@ -86,21 +87,23 @@ class ModelDrafter(Drafter):
         if config.width > 1:
             self.draft_nodes = config.nodes or config.width * config.num_speculative_tokens
         self._target_vocab = target.vocab_size
+        if config.quantise == "int8":
+            require_int8(target.device)
         if runner is None:
-            if config.quantise == "int8":
-                require_int8(target.device)
             dtype = config.dtype if config.dtype != "auto" else target.dtype
             name = config.model or str(house_drafter("draft", _fingerprint(target)))
-            loaded = load(name, dtype=dtype, device=target.device, **target.options)
+            weights = "int8" if config.quantise == "int8" else "plain"
+            loaded = load(name, dtype=dtype, weights=weights, device=target.device, **target.options)
             self._vocab = shared_vocabulary(
                 target.tokenizer, loaded.tokenizer, target.vocab_size, int(loaded.model.config.vocab_size)
             )
-            runner = Runner(loaded.model, pack=config.quantise == "none")
+            runner = Runner(loaded.model, pack=True)
         else:
             self._vocab = min(target.vocab_size, runner.vocab_size)
+            if config.quantise == "int8":
+                prepare_linears(runner.model, config.quantise)
         if config.quantise == "int8":
-            # After the runner's probe, which compares logits more finely than int8 computes them.
-            prepare_linears(runner.model, config.quantise)
+            share_inputs(runner)
         self._runner = runner
         self._cache = OwnCache(runner)
 
@@ -111,12 +114,15 @@ class ModelDrafter(Drafter):
         dtype = config.dtype if config.dtype != "auto" else target.dtype
         name = config.model or str(house_drafter("draft", target.model.fingerprint))
         shape = Blueprint.of(
-            name, dtype=dtype, device=target.device, trust_remote_code=target.trust_remote_code
+            name,
+            dtype=dtype,
+            device=target.device,
+            weights="int8" if config.quantise == "int8" else "plain",
+            trust_remote_code=target.trust_remote_code,
         )
-        weights = shape.weight_bytes(quantised=config.quantise == "int8")
         length = min(target.context, shape.runner.context)
         tokens = tokens_held(length, config.num_speculative_tokens, config.width)
-        return MemoryEstimate(weights, shape.cache_bytes(tokens, target.rows), notes=shape.notes)
+        return MemoryEstimate(shape.weight_bytes, shape.cache_bytes(tokens, target.rows), notes=shape.notes)
 
     @property
     def runner(self) -> Runner:

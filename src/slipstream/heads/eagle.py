@@ -213,7 +213,7 @@ class EagleHead(nn.Module):
         """ids [..] -> [.., H]."""
         if "embed_tokens" in self.body:
             return self.body["embed_tokens"](ids)  # type: ignore[no-any-return]
-        return nn.functional.embedding(ids, self._bound.embedding)
+        return self._bound.embed(ids)
 
     def forward(
         self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -244,6 +244,8 @@ class EagleHead(nn.Module):
         """Drop an own embedding that is the target's, bit for bit in this dtype: checkpoints ship a copy."""
         if "embed_tokens" in self.body:
             own, theirs = self.body["embed_tokens"].weight, self._bound.embedding
+            if not isinstance(theirs, torch.Tensor):
+                return  # an int8 table: other numbers
             if own.shape == theirs.shape and torch.equal(own, theirs.to(own.dtype)):  # type: ignore[arg-type]
                 del self.body["embed_tokens"]
 

@@ -18,7 +18,7 @@ from slipstream.heads import files
 from slipstream.heads.base import DraftVocab
 from slipstream.heads.eagle import EagleConfig, EagleHead
 from slipstream.heads.medusa import MedusaConfig, MedusaHeads
-from slipstream.model.int8 import SMALLEST, Quantise, int8_bytes
+from slipstream.model.int8 import Quantise, gains, int8_bytes
 from slipstream.model.parts import ModelParts
 from slipstream.model.rope import rope_parameters
 
@@ -95,7 +95,7 @@ def loaded_bytes(
     """What heads take that are loaded in `dtype`: every tensor of theirs, and the draft vocabulary."""
     weights = sum(
         int8_bytes(t)
-        if quantise == "int8" and name != "embed_tokens.weight" and t.dim() == 2 and t.numel() >= SMALLEST
+        if quantise == "int8" and name != "embed_tokens.weight" and t.dim() == 2 and gains(t)
         else t.numel() * dtype.itemsize
         for name, t in tensors.items()
         if name not in ("d2t", "t2d")

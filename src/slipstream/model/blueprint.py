@@ -17,10 +17,12 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 
+from slipstream.core.precision import check_precision
 from slipstream.errors import ModelError
 from slipstream.model.cache import WIDTH, columns
 from slipstream.model.catalogue import find
 from slipstream.model.checkpoint import inspect
+from slipstream.model.embedding import sampled_ids
 from slipstream.model.int8 import quantised_bytes
 from slipstream.model.load import choose_dtype, local_folder, require_known_code
 from slipstream.model.pack import PackRow
@@ -29,16 +31,17 @@ from slipstream.model.parts import ModelParts
 from slipstream.model.quiet import first_line, quiet
 from slipstream.model.runner import Runner
 
-_SAMPLED_ROWS = 64
-
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A causal language model that is not loaded. folder: None where only the catalogue knows it."""
+    """A causal language model that is not loaded. folder: None where only the catalogue knows it. weights,
+    embedding: plain or int8, as `load` would be asked; `model` is the plain one."""
 
     name: str
     model: PreTrainedModel
     folder: Path | None
+    weights: str = "plain"
+    embedding: str = "plain"
 
     @classmethod
     def of(
@@ -47,9 +50,12 @@ class Blueprint:
         *,
         dtype: str = "auto",
         device: str | torch.device = "cpu",
+        weights: str = "plain",
+        embedding: str = "plain",
         trust_remote_code: bool = False,
     ) -> Blueprint:
         """As `load` would load it; nothing is downloaded. Raises ParameterError, ModelError."""
+        check_precision(weights, embedding)
         folder, entry = local_folder(spec), find(spec)
         if folder is not None:
             checkpoint = inspect(folder)
@@ -62,7 +68,7 @@ class Blueprint:
             raise ModelError(
                 f"{spec} is not on this machine, so it is not known how large it is: slipstream pull {spec}"
             )
-        return cls(spec, model, folder)
+        return cls(spec, model, folder, weights, embedding)
 
     @cached_property
     def runner(self) -> Runner:
@@ -80,9 +86,12 @@ class Blueprint:
             return ()
         return (f"{self.name} is not on this machine (slipstream pull {self.name}): sizes of the catalogue",)
 
-    def weight_bytes(self, quantised: bool = False) -> int:
-        """Bytes of the weights, packed or not; quantised: with int8 linear layers (`int8`)."""
-        return quantised_bytes(self.model) if quantised else weight_bytes(self.model)
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, packed or not."""
+        if self.weights == "int8":
+            return quantised_bytes(self.model, self.embedding == "int8")
+        return weight_bytes(self.model)
 
     def cache_bytes(self, tokens: int, rows: int = 1) -> int:
         """Bytes of the slots of so many rows of so many tokens each."""
@@ -107,17 +116,18 @@ class Blueprint:
     def has_embedding(self, table: torch.Tensor) -> bool:
         """Whether this table [V, H] is the model's own of input embeddings, as far as some rows tell."""
         own = self.model.get_input_embeddings().weight
-        stored = self._stored(own)
+        stored = self._stored(own) if self.embedding == "plain" else None
         if stored is None or table.shape != own.shape:
             return False
-        rows = torch.linspace(0, len(table) - 1, _SAMPLED_ROWS).long()
+        rows = sampled_ids(len(table))
         return torch.equal(stored[rows].to(self.dtype), table[rows].to(self.dtype))  # reads these rows
 
     @property
     def fingerprint(self) -> str:
         """What `ModelParts.fingerprint` will be, "" if the weights are not on this machine."""
         parts = ModelParts.of(self.model)
-        stored = [self._stored(t) if len(t) else t for t in (parts.embedding, parts.norm)]
+        own = self.model.get_input_embeddings().weight
+        stored = [self._stored(t) if len(t) else t for t in (own, parts.norm)]
         if stored[0] is None or stored[1] is None:
             return ""
         return replace(parts, embedding=stored[0], norm=stored[1]).fingerprint

@@ -26,13 +26,15 @@ _HEADER_LIMIT = 100_000_000  # the format's own
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checked folder. elements counts the numbers stored, by safetensors dtype ("BF16", …)."""
+    """A checked folder. elements counts the numbers stored, by safetensors dtype ("BF16", …). files: those of
+    the weights, by name."""
 
     path: Path
     config: dict[str, Any]
     generation: dict[str, Any]
     elements: dict[str, int]
     stored_bytes: int
+    files: tuple[Path, ...]
 
     @property
     def dtype(self) -> str:
@@ -42,6 +44,11 @@ class Checkpoint:
             named = config.get("dtype") or config.get("torch_dtype")
             if isinstance(named, str) and named.removeprefix("torch.") in _FLOATS.values():
                 return named.removeprefix("torch.")
+        return self.stored_dtype
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype most weights are stored in."""
         floats = {name: n for name, n in self.elements.items() if name in _FLOATS}
         return _FLOATS[max(floats, key=floats.__getitem__)] if floats else "float32"
 
@@ -80,7 +87,8 @@ def inspect(folder: Path) -> Checkpoint:
         )
     elements: dict[str, int] = {}
     stored = 0
-    for path, expected in _weight_files(folder, names).items():
+    files = _weight_files(folder, names)
+    for path, expected in files.items():
         header = read_header(path)
         absent = sorted(expected - header.keys())
         if absent:
@@ -91,7 +99,7 @@ def inspect(folder: Path) -> Checkpoint:
             kind, (begin, end) = tensor["dtype"], tensor["data_offsets"]
             elements[kind] = elements.get(kind, 0) + math.prod(tensor["shape"])
             stored += end - begin
-    return Checkpoint(folder, config, generation, elements, stored)
+    return Checkpoint(folder, config, generation, elements, stored, tuple(sorted(files)))
 
 
 def _weight_files(folder: Path, names: set[str]) -> dict[Path, set[str]]:

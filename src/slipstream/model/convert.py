@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,11 @@ from slipstream.model.progress import Progress
 from slipstream.model.quiet import first_line, quiet
 from slipstream.model.store import (
     Store,
+    file_digest,
     manifest,
     reading_errors,
     require_room,
-    seal,
-    sha256_of,
+    whole_folder,
     write_atomic,
 )
 from slipstream.version import __version__
@@ -40,21 +38,11 @@ def convert_gguf(
         f"converting {gguf.name} to bfloat16",
         "close other programs or take a smaller model",
     )
-    partial = folder.with_name(f".{folder.name}.partial")
-    with reading_errors(folder):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    told: dict[str, Any] = {"source": gguf.name, "sha256": sha256}
+    with whole_folder(folder, told) as partial:
         require_room(partial, weights, f"converting {gguf.name} to bfloat16")
-    progress.stage(f"converting {gguf.name} to bfloat16", 0)
-    try:
-        with reading_errors(folder):
-            versions = _write(gguf, partial, eos_ids)
-            seal(partial, {"source": gguf.name, "sha256": sha256, **versions})
-            if folder.exists():
-                shutil.rmtree(folder)
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        progress.stage(f"converting {gguf.name} to bfloat16", 0)
+        told |= _write(gguf, partial, eos_ids)
     return folder
 
 
@@ -142,23 +130,5 @@ def converted(gguf: Path, store: Store, progress: Progress) -> Path:
 def converted_folder(gguf: Path, store: Store, progress: Progress) -> tuple[Path, str]:
     """Where the converted weights of this file belong, and the file's SHA-256."""
     with reading_errors(gguf):
-        digest = _digest(gguf, store, progress)
+        digest = file_digest(gguf, store, progress)
     return store.model(f"{gguf.stem[:80]}-{digest[:12]}"), digest
-
-
-def _digest(gguf: Path, store: Store, progress: Progress) -> str:
-    """The file's SHA-256, remembered by path, size and time of change: hashing gigabytes takes seconds."""
-
-    found = gguf.resolve()
-    status = found.stat()
-    key = f"{found}\n{status.st_size}\n{status.st_mtime_ns}"
-    note = store.root / "digests" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    try:
-        kept = json.loads(note.read_bytes())
-        if kept["key"] == key and len(kept["sha256"]) == 64:
-            return str(kept["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    digest = sha256_of(found, progress)
-    write_atomic(note, json.dumps({"key": key, "sha256": digest}))
-    return digest

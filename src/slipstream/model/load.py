@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from slipstream.core.precision import check_precision
 from slipstream.errors import CapacityError, ModelError, ParameterError, SlipstreamError
 from slipstream.model import memory
 from slipstream.model.catalogue import CATALOGUE, CatalogueModel, close_names, find
@@ -21,6 +22,9 @@ from slipstream.model.download import fetch_gguf
 from slipstream.model.generation import GenerationDefaults, generation_defaults
 from slipstream.model.house import house_model, house_models
 from slipstream.model.hub import cached_snapshot, fetch_from_hub
+from slipstream.model.int8 import INT8_FIX, quantised_bytes, require_int8
+from slipstream.model.int8_store import int8_weights, use_int8
+from slipstream.model.packed import weight_bytes
 from slipstream.model.progress import Progress, Silent, size
 from slipstream.model.quiet import first_line, quiet
 from slipstream.model.store import Store, manifest, reading_errors
@@ -38,7 +42,8 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run: eval mode, no gradients. weight_bytes counts tied weights once."""
+    """A model ready to run: eval mode, no gradients. weight_bytes counts tied weights once. weights and
+    embedding: plain or int8, as asked of `load`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -46,6 +51,8 @@ class LoadedModel:
     name: str
     path: Path
     weight_bytes: int
+    weights: str = "plain"
+    embedding: str = "plain"
 
 
 def resolve(spec: str, *, progress: Progress | None = None, trust_remote_code: bool = False) -> Path:
@@ -142,27 +149,45 @@ def load(
     *,
     dtype: str = "auto",
     device: str | torch.device = "cpu",
+    weights: str = "plain",
+    embedding: str = "plain",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads a causal language model with its tokenizer.
 
-    dtype: auto (the checkpoint's own; bfloat16 for float16 on a CPU), bfloat16, float16 or float32. Only
-    safetensors are read, and code from the checkpoint runs only with trust_remote_code. Files and memory are
-    checked before anything is loaded. Raises ParameterError, ModelError, CapacityError.
+    dtype: auto (the checkpoint's own; bfloat16 for float16 on a CPU), bfloat16, float16 or float32. weights:
+    int8 makes the linear layers that gain int8 ones, from a copy that is made once and kept (`int8_store`);
+    all else stays in `dtype`. embedding: int8 as well, for the table of input embeddings. Only safetensors
+    are read, and code from the checkpoint runs only with trust_remote_code. Files and memory are checked
+    before anything is loaded. Raises ParameterError, ModelError, CapacityError.
     """
+    check_precision(weights, embedding)
     where = _device(device)
+    if weights == "int8":
+        require_int8(where, INT8_FIX)
     choose_dtype(dtype, "float32", where)  # a mistyped one is told before anything is fetched
     progress = progress or Silent()
     path = resolve(spec, progress=progress, trust_remote_code=trust_remote_code)
     checkpoint = inspect(path)
     require_known_code(spec, checkpoint.config, trust_remote_code)
     chosen = choose_dtype(dtype, checkpoint.dtype, where)
-    require_memory(spec, checkpoint.bytes_as(chosen.itemsize), chosen, where)
+    stored = DTYPES.get(checkpoint.stored_dtype, torch.float32)
+    if weights == "plain" or chosen != stored:  # else the weights are only mapped
+        require_memory(spec, checkpoint.bytes_as(chosen.itemsize), str(chosen), where)
     progress.stage(f"loading {spec}", 0)
     model, tokenizer = _from_pretrained(spec, path, chosen, where, trust_remote_code)
     model.eval()
     model.requires_grad_(False)
+    if weights == "int8":
+        require_memory(spec, quantised_bytes(model, embedding == "int8"), "int8", where)
+
+        def as_stored() -> PreTrainedModel:
+            return _from_pretrained(spec, path, stored, where, trust_remote_code)[0]
+
+        found = int8_weights(checkpoint, model, as_stored, progress)
+        progress.stage(f"loading {spec} as int8", 0)
+        use_int8(model, found, embedding=embedding == "int8")
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -171,15 +196,18 @@ def load(
         ),
         name=_name(spec, path),
         path=path,
-        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        weight_bytes=sum(p.nbytes for p in model.parameters()) if weights == "plain" else weight_bytes(model),
+        weights=weights,
+        embedding=embedding,
     )
 
 
-def require_memory(spec: str, weights: int, dtype: torch.dtype, device: torch.device) -> None:
-    """CapacityError unless so many bytes of weights fit, with a twentieth of working room."""
+def require_memory(spec: str, weights: int, dtype: str, device: torch.device) -> None:
+    """CapacityError unless so many bytes of weights fit, with a twentieth of working room. dtype: theirs."""
     needed = weights + weights // 20
-    smaller = " or load it as bfloat16" if dtype.itemsize > 2 else ""
-    what = f"{spec} as {str(dtype).removeprefix('torch.')}"
+    dtype = dtype.removeprefix("torch.")
+    smaller = " or load it as bfloat16" if dtype == "float32" else ""
+    what = f"{spec} as {dtype}"
     fix = f"close other programs, take a smaller model{smaller}"
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

@@ -26,6 +26,10 @@ class KernelLinear(nn.Module):
         """Bytes of the weight, bias not counted."""
         raise NotImplementedError
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """These rows of the weight [n, in_features], a copy."""
+        raise NotImplementedError
+
 
 class PackedLinear(KernelLinear):
     """`x @ weight.T + bias` with a packed weight; input [..., in_features] of the weight's dtype."""
@@ -45,6 +49,9 @@ class PackedLinear(KernelLinear):
         """The weight [out_features, in_features] as it was, a copy."""
         weight: torch.Tensor = self.packed.to_dense()
         return weight
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.dense()[ids]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")

@@ -12,21 +12,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import DrafterError
-from slipstream.model.packed import PackedLinear
+from slipstream.model.embedding import Int8Embedding, input_table, original_rows, sampled_ids
+from slipstream.model.packed import KernelLinear
 from slipstream.model.taps import decoder
-
-_SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class ModelParts:
     """embedding [V, H] is the raw table: what a model multiplies it with (Gemma) is not in it, as in the
-    engines that heads are exported to. lm_head maps [..., H] to [..., V] and may be packed."""
+    engines that heads are exported to. lm_head maps [..., H] to [..., V] and may be packed. Either may be
+    int8."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
-    embedding: torch.Tensor
+    embedding: torch.Tensor | Int8Embedding
     lm_head: nn.Module
     norm: torch.Tensor
 
@@ -41,17 +41,23 @@ class ModelParts:
             int(config.hidden_size),
             int(config.vocab_size),
             int(config.num_hidden_layers),
-            model.get_input_embeddings().weight,
+            input_table(model),
             head,
             norm.weight if norm is not None else torch.zeros(0),
         )
 
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Raw rows of the table for ids of any shape, [..., H]."""
+        if isinstance(self.embedding, Int8Embedding):
+            return self.embedding.rows(ids)
+        return nn.functional.embedding(ids, self.embedding)
+
     def lm_head_rows(self, ids: torch.Tensor) -> nn.Linear:
-        """A frozen LM head for these tokens [n] only."""
+        """A frozen LM head for these tokens [n] only, in the model's dtype."""
         head: Any = self.lm_head
-        weight = head.dense() if isinstance(head, PackedLinear) else head.weight.detach()  # [V, H]
-        ids = ids.to(weight.device)
-        rows, bias = weight[ids], head.bias  # [n, H]
+        ids = ids.to(self.embedding.device)
+        rows = head.rows(ids) if isinstance(head, KernelLinear) else head.weight.detach()[ids]  # [n, H]
+        rows, bias = rows.to(self.embedding.dtype), head.bias
         small = nn.Linear(rows.shape[1], rows.shape[0], bias is not None, device="meta")
         small.weight = nn.Parameter(rows, requires_grad=False)
         if bias is not None:
@@ -65,8 +71,7 @@ class ModelParts:
         Over sizes, evenly spaced embedding rows and the final norm: what fine-tuning with adapters
         leaves alone is not told apart.
         """
-        rows = torch.linspace(0, self.vocab_size - 1, _SAMPLED_ROWS).long()
-        sampled = [self.embedding.detach()[rows.to(self.embedding.device)], self.norm.detach()]
+        sampled = [original_rows(self.embedding, sampled_ids(self.vocab_size)), self.norm.detach()]
         digest = hashlib.blake2b(
             f"{self.hidden_size} {self.vocab_size} {self.num_layers}".encode(), digest_size=16
         )

@@ -23,6 +23,7 @@ from torch import nn
 
 from slipstream.core.draft import Needs
 from slipstream.errors import ModelError, ParameterError
+from slipstream.model.embedding import first_ids, input_table, original_rows
 from slipstream.model.pack import PackRow
 from slipstream.model.packed import weight_bytes
 from slipstream.model.runner import Runner
@@ -208,6 +209,7 @@ def fingerprint(model: Any) -> str:
         f"{config.model_type} {config.num_hidden_layers} {config.hidden_size} {config.vocab_size}".encode()
     )
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    for tensor in (model.get_input_embeddings().weight[:8], *vectors):
+    table = input_table(model)
+    for tensor in (original_rows(table, first_ids(table.shape[0])), *vectors):
         digest.update(tensor.detach().float().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

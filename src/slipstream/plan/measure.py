@@ -38,7 +38,7 @@ from slipstream.model.progress import Progress, Silent
 from slipstream.model.runner import Runner
 from slipstream.plan.here import load_reasons, this_machine
 from slipstream.plan.prompts import TaskPrompt
-from slipstream.plan.rates import bandwidth, matrix_rate
+from slipstream.plan.rates import bandwidth, int8_rate, matrix_rate
 from slipstream.plan.replay import Recorded, replay
 from slipstream.plan.timing import (
     WARM,
@@ -118,8 +118,9 @@ def measure(
     target_shape(runner, name)  # what it cannot tell is told before an hour has passed
     session.use("none")
     progress.stage("measuring memory and arithmetic", 0)
-    dtype = next(runner.model.parameters()).dtype
-    read, rate = bandwidth(runner.device), matrix_rate(runner.device, dtype)
+    dtype, kept = next(runner.model.parameters()).dtype, kept_as(session)
+    read = bandwidth(runner.device)
+    rate = int8_rate() if kept == "int8" else matrix_rate(runner.device, dtype)
     progress.stage(f"measuring {len(plan.grid)} steps", 0)
     steps = step_seconds(runner, plan.grid, plan.rounds, seed=plan.seed)
     rounds = min(plan.rounds, 3)
@@ -132,7 +133,7 @@ def measure(
     return bundle_of(
         session,
         name,
-        machine=this_machine(runner.device, bandwidth=read, flops={dtype_of(runner): rate}),
+        machine=this_machine(runner.device, bandwidth=read, flops={kept: rate}),
         busy=bool(before),
         busy_because=before,
         steps=steps,
@@ -154,6 +155,11 @@ def dtype_of(runner: Runner) -> str:
     return str(next(runner.model.parameters()).dtype).removeprefix("torch.")
 
 
+def kept_as(session: Session) -> str:
+    """How the target's weights are kept: int8, or their dtype."""
+    return "int8" if session.info.weights == "int8" else dtype_of(session.engine.runner)
+
+
 def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
     """What was measured of a session's target (fields of `Bundle`), and what it is. name: see `measure`."""
     runner = session.engine.runner
@@ -163,7 +169,7 @@ def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
         version=1,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         model=name,
-        dtype=shape.dtype,
+        dtype=kept_as(session),
         parameters=shape.parameters,
         weight_bytes=runner.weight_bytes,
         kv_bytes=round(shape.kv_bytes),

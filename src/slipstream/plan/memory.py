@@ -12,16 +12,19 @@ import torch
 
 from slipstream.core.estimate import MemoryEstimate
 from slipstream.drafters import TargetShape, predict_memory
+from slipstream.errors import ModelError
 from slipstream.model import memory
 from slipstream.model.blueprint import Blueprint
 from slipstream.model.cache import WIDTH
+from slipstream.model.int8 import INT8_FIX, require_int8
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What decoding would take, in bytes. drafter: beyond the target. available: what may be taken now.
 
-    dtype: of the target's weights. context: tokens of a row. rows: sequences at once.
+    dtype: of the target's weights, where `weights` (and `embedding`) are not int8. context: tokens of a row.
+    rows: sequences at once.
     """
 
     model: str
@@ -33,6 +36,8 @@ class MemoryPlan:
     target: MemoryEstimate
     drafter: MemoryEstimate
     available: int
+    weights: str = "plain"
+    embedding: str = "plain"
 
     @property
     def needed(self) -> int:
@@ -62,8 +67,10 @@ class MemoryPlan:
             ways.append(f"--context {self.largest_context}")
         if self.rows > 1:
             ways.append("a smaller --batch")
-        if self.dtype == "float32":
+        if self.dtype == "float32" and self.weights == "plain":
             ways.append("--dtype bfloat16, which halves the weights")
+        if self.weights == "plain" and _has_int8(self.device):
+            ways.append("--weights int8, a model of its own that is nearly the same")
         if self.drafter.total > self.needed // 20:
             ways.append("a drafter that holds less (slipstream drafters)")
         return f"close other programs, or try {', '.join([*ways, 'a smaller model'])}"
@@ -77,13 +84,25 @@ def plan_memory(
     rows: int = 1,
     dtype: str = "auto",
     device: str = "cpu",
+    weights: str = "plain",
+    embedding: str = "plain",
     trust_remote_code: bool = False,
 ) -> MemoryPlan:
     """Nothing is downloaded or loaded. context: None is the model's own, which is also the most.
 
-    rows >= 1. Raises ParameterError, ModelError, DrafterError for what could not be loaded, as loading would.
+    rows >= 1. weights, embedding: as to `slipstream.load`. Raises ParameterError, ModelError, DrafterError
+    for what could not be loaded, as loading would.
     """
-    shape = Blueprint.of(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    if weights == "int8":
+        require_int8(device, INT8_FIX)
+    shape = Blueprint.of(
+        model,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        embedding=embedding,
+        trust_remote_code=trust_remote_code,
+    )
     tokens = min(context or shape.runner.context, shape.runner.context)
     chosen = str(shape.dtype).removeprefix("torch.")
     target = TargetShape(
@@ -96,10 +115,20 @@ def plan_memory(
         device=device,
         context=tokens,
         rows=rows,
-        target=MemoryEstimate(shape.weight_bytes(), shape.cache_bytes(tokens, rows), notes=shape.notes),
+        target=MemoryEstimate(shape.weight_bytes, shape.cache_bytes(tokens, rows), notes=shape.notes),
         drafter=predict_memory(drafter, target),
         available=available(device),
+        weights=weights,
+        embedding=embedding,
     )
+
+
+def _has_int8(device: str) -> bool:
+    try:
+        require_int8(device)
+    except ModelError:
+        return False
+    return True
 
 
 def available(device: str) -> int:

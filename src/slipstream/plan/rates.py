@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+
+from slipstream.model.int8 import product
 
 _READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 _SIDE = {"cpu": 1024, "cuda": 8192}
@@ -37,3 +40,15 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, side: int | None = Non
     side = side or _SIDE[device.type]
     left = torch.ones((side, side), dtype=dtype, device=device)
     return 2 * side**3 / best_seconds(lambda: left @ left, device)
+
+
+@torch.inference_mode()
+def int8_rate(side: int | None = None) -> float:
+    """The same of int8 weights, on a CPU."""
+    side = side or _SIDE["cpu"]
+    weight = torch.ones((side, side), dtype=torch.int8)
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    left = torch.ones((side, side), dtype=torch.uint8)
+    scales, zeros = torch.ones(side), torch.zeros(side, dtype=torch.int32)
+    work = partial(product, left, packed, scales, zeros, torch.bfloat16)
+    return 2 * side**3 / best_seconds(work, torch.device("cpu"))
