@@ -1,0 +1,100 @@
+"""The audit of a difference: was it a near-tie, which rounding may decide either way?
+
+Both outputs agree up to some place, where one has this token and the other that. The target's logits for that
+place are computed again in two plain ways, the whole prefix in one forward and a token a step. The margin is how
+far two logits had to move against each other for the other token to be drawn, penalties, temperature, filters
+and noise as they were; it is held against the distance of neighbouring numbers of the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.logits.pipeline import LogitsPipeline
+from slipstream.proof.reference import Reference
+
+# Neighbouring numbers apart at which rounding may still decide. Logits of 16 bits are rounded once, at the end,
+# far more coarsely than the float32 sums they come from; in float32 it is the sums that differ.
+ALLOWED = {torch.float32: 256.0, torch.float64: 256.0}
+_ALLOWED_16_BIT = 4.0
+_HOPELESS = 1e4
+
+
+@dataclass(frozen=True)
+class Margin:
+    """logits: how far apart the two tokens are. spacing: of neighbouring numbers of that size. allowed: how
+    many spacings still are a near-tie."""
+
+    logits: float
+    spacing: float
+    allowed: float
+
+    @property
+    def near_tie(self) -> bool:
+        return self.logits <= self.allowed * self.spacing
+
+
+def margin_of(
+    reference: Reference,
+    pipeline: LogitsPipeline,
+    prompt: Sequence[int],
+    before: Sequence[int],
+    seed: int,
+    tokens: tuple[int, int],
+) -> Margin:
+    """The margin between the two tokens that were chosen behind prompt and `before`."""
+    prefix = (*prompt, *before)
+
+    def choose(row: torch.Tensor) -> int:
+        return pipeline.token(row, prefix, seed, len(prefix))
+
+    rows = (reference.behind(prompt, [before])[0], reference.stepwise(prompt, before))  # each [width]
+    margin = max(_needed(choose, row, token) for row in rows for token in tokens)
+    return Margin(margin, spacing(rows[0], tokens, reference.dtype), allowed(reference.dtype))
+
+
+def allowed(dtype: torch.dtype) -> float:
+    return ALLOWED.get(dtype, _ALLOWED_16_BIT)
+
+
+def spacing(row: torch.Tensor, tokens: Sequence[int], dtype: torch.dtype) -> float:
+    """The distance of neighbouring numbers at the larger of these logits."""
+    size = max(abs(float(row[token])) for token in tokens)
+    exponent = math.frexp(size)[1] - 1 if size else 0  # 2^exponent <= size < 2^(exponent + 1)
+    return float(torch.finfo(dtype).eps * 2.0**exponent)
+
+
+def may_be_drawn(
+    reference: Reference, pipeline: LogitsPipeline, prompt: Sequence[int], before: Sequence[int], token: int
+) -> bool:
+    """Whether the filters let the token through if rounding lifts it: a filter has a sharp edge."""
+    row = reference.behind(prompt, [before])[0].float().clone()  # [width]
+    row[token] += allowed(reference.dtype) * spacing(row, (token,), reference.dtype)
+    return float(pipeline.probs(row, (*prompt, *before))[token]) > 0.0
+
+
+def _needed(choose: Callable[[torch.Tensor], int], row: torch.Tensor, wanted: int) -> float:
+    """How far `wanted` and the token that is chosen must move against each other; inf if it never helps."""
+    chosen = choose(row)
+
+    def chosen_after(gap: float) -> bool:
+        moved = row.float().clone()  # [width]
+        moved[wanted] += gap / 2
+        moved[chosen] -= gap / 2
+        return choose(moved) == wanted
+
+    if chosen == wanted:
+        return 0.0
+    low, high = 0.0, 1.0
+    while not chosen_after(high):
+        low, high = high, 2 * high
+        if high > _HOPELESS:
+            return math.inf
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if chosen_after(middle) else (middle, high)
+    return high
