@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
 
 import psutil
 import torch
@@ -35,7 +34,6 @@ from slipstream.cost.bundle import (
     StepSeconds,
 )
 from slipstream.cost.shape import shape_of
-from slipstream.engine.inputs import encode
 from slipstream.engine.session import Session
 from slipstream.errors import DrafterError, ParameterError
 from slipstream.model import memory
@@ -43,7 +41,7 @@ from slipstream.model.cache import WIDTH, round_up
 from slipstream.model.pack import PackRow
 from slipstream.model.progress import Progress, Silent
 from slipstream.model.runner import Runner
-from slipstream.plan.prompts import TaskPrompt
+from slipstream.plan.prompts import TaskPrompt, encode_prompt
 from slipstream.plan.rates import bandwidth, matrix_rate
 from slipstream.plan.replay import Recorded, replay
 from slipstream.version import __version__
@@ -138,7 +136,7 @@ def measure(
         weight_bytes=runner.weight_bytes,
         kv_bytes=round(shape.kv_bytes),
         machine=MachineInfo(
-            name=_machine(runner.device),
+            name=machine_name(runner.device),
             device=runner.device.type,
             threads=torch.get_num_threads(),
             memory_bytes=memory.total()
@@ -169,7 +167,8 @@ def _load() -> list[str]:
     return [f"the load was {load:.1f} on {cores} cores at the start"] if load > 0.5 * cores else []
 
 
-def _machine(device: torch.device) -> str:
+def machine_name(device: torch.device) -> str:
+    """The GPU, or the processor, its cores and the host."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores ({platform.node()})"
@@ -237,11 +236,7 @@ def _drafters(
 ) -> _Found:
     if not prompts:
         raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
-    chat = session.tokenizer.chat_template is not None
-    asked = [
-        encode(session.tokenizer, _chat(p) if chat and isinstance(p.prompt, str) else p.prompt)
-        for p in prompts
-    ]
+    asked = [encode_prompt(session.tokenizer, p) for p in prompts]
     found = _Found()
     answers: list[Recorded] | None = None
     for spec in specs:
@@ -283,10 +278,6 @@ def _drafters(
             )
         )
     return found
-
-
-def _chat(prompt: TaskPrompt) -> Any:
-    return [{"role": "user", "content": prompt.prompt}]
 
 
 def _nodes(drafter: Drafter, depth: int) -> int:

@@ -1,9 +1,10 @@
 """The audit of a difference: was it a near-tie, which rounding may decide either way?
 
-Both outputs agree up to some place, where one has this token and the other that. The target's logits for that
-place are computed again in two plain ways, the whole prefix in one forward and a token a step. The margin is how
-far two logits had to move against each other for the other token to be drawn, penalties, temperature, filters
-and noise as they were; it is held against the distance of neighbouring numbers of the model's dtype.
+Both outputs agree up to some place, where one has this token and the other that. The target's logits for
+that place are computed again in two plain ways, the whole prefix in one forward and a token a step. The
+margin is how far two logits had to move against each other for the other token to be drawn, penalties,
+temperature, filters and noise as they were; it is held against the distance of neighbouring numbers of the
+model's dtype.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.proof.reference import Reference
 
-# Neighbouring numbers apart at which rounding may still decide. Logits of 16 bits are rounded once, at the end,
-# far more coarsely than the float32 sums they come from; in float32 it is the sums that differ.
+# Neighbouring numbers apart at which rounding may still decide. Logits of 16 bits are rounded once more, at
+# the end, far more coarsely than the sums they come from; in float32 it is the sums that differ.
 ALLOWED = {torch.float32: 256.0, torch.float64: 256.0}
 _ALLOWED_16_BIT = 4.0
 _HOPELESS = 1e4
