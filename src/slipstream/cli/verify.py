@@ -221,8 +221,8 @@ def _print_laws(console: Console, proof: Proof) -> None:
     first = proof.laws[0]
     console.print(
         f"G-test of the first {first.horizon} tokens against the target's exact law; broken below"
-        f" p = {first.threshold:.2g} (a false alarm in {1 / proof.alpha:,.0f} runs). FINDS: a law that is off by"
-        f" so much (total variation over the cells) is found with a probability of {first.power:.0%}.",
+        f" p = {first.threshold:.2g} (a false alarm in {1 / proof.alpha:,.0f} runs). FINDS: a law that is off"
+        f" by so much (total variation over the cells) is found with a probability of {first.power:.0%}.",
         style="dim",
         markup=False,
     )

@@ -36,7 +36,7 @@ from slipstream.verify import check_rule
 from slipstream.version import __version__
 
 _ALONE = 2  # prompts that are also decoded alone
-_RUNS = 6 * 4 + 4  # of the identity checks, in batches; a few are shorter
+_RUNS = 6 * 4 + 3  # of the identity checks; the last three decode a few prompts alone
 _SHARE = 0.5  # of the time, for the identity checks
 _SHORTEST = 12  # tokens of an answer, whatever the time
 
