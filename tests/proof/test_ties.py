@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from slipstream.core.noise import Purpose, gumbel
 from slipstream.core.params import SamplingParams
 from slipstream.engine.session import Session
 from slipstream.logits.pipeline import LogitsPipeline
@@ -50,18 +51,35 @@ def test_a_token_that_is_forbidden_is_never_near(reference: Reference) -> None:
     assert margin(reference, (first, second), bad_words=((second,),)).logits == math.inf
 
 
-def test_penalties_and_noise_count(reference: Reference) -> None:
-    for params in ({"temperature": 1.0}, {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.4}):
-        made, row = pipeline(**params), reference.behind(PROMPT, [BEFORE])[0]
-        tokens = (*PROMPT, *BEFORE)
-        drawn = made.token(row, tokens, SEED, len(tokens))
-        other = next(int(t) for t in row.topk(5).indices if int(t) != drawn)
-        gap = margin(reference, (drawn, other), **params).logits
-        for share, wanted in ((0.9, drawn), (1.1, other)):
-            moved = row.clone()
-            moved[other] += share * gap / 2
-            moved[drawn] -= share * gap / 2
-            assert (made.token(moved, tokens, SEED, len(tokens)) == other) == (wanted == other)
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}])
+def test_the_margin_of_a_draw_is_that_of_its_noise(reference: Reference, params: dict[str, float]) -> None:
+    """Between the drawn token and the one that would be drawn without it."""
+    row, position = reference.behind(PROMPT, [BEFORE])[0], len(PROMPT) + len(BEFORE)
+    law = pipeline(**params).law(row, (*PROMPT, *BEFORE))
+    best = (law.logp + gumbel(law.ids, SEED, position, Purpose.TOKEN)).topk(2)
+    drawn, other = law.ids[best.indices].tolist()
+    found = margin(reference, (drawn, other), **params)
+    assert found.logits == pytest.approx(
+        params["temperature"] * float(best.values[0] - best.values[1]), abs=1e-4
+    )
+
+
+def test_the_edge_of_top_p_moves_with_what_is_above_it(reference: Reference) -> None:
+    row = reference.behind(PROMPT, [BEFORE])[0]
+    best = row.double().softmax(0).sort(descending=True)
+    edge = float(best.values[:6].sum()) - 1e-7  # six tokens are just enough, so the seventh is just out
+    made, seventh = pipeline(temperature=1.0, top_p=edge), int(best.indices[6])
+    prefix = (*PROMPT, *BEFORE)
+    assert float(made.probs(row, prefix)[seventh]) == 0.0
+    seed = next(
+        s for s in range(5000) if pipeline(temperature=1.0).token(row, prefix, s, len(prefix)) == seventh
+    )
+    drawn = made.token(row, prefix, seed, len(prefix))
+    found = margin_of(reference, made, PROMPT, BEFORE, seed, (drawn, seventh))
+    assert found.logits < 1e-5 and found.near_tie
+    clear = pipeline(temperature=1.0, top_p=edge - 0.5 * float(best.values[5]))
+    far = margin_of(reference, clear, PROMPT, BEFORE, seed, (drawn, seventh))
+    assert far.logits > 0.01 and not far.near_tie
 
 
 def test_spacing_is_that_of_neighbouring_numbers() -> None:

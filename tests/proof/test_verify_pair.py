@@ -21,7 +21,7 @@ from slipstream.model.pack import Pack
 from slipstream.model.runner import Runner
 from slipstream.plan.prompts import TaskPrompt, encode_prompt, read_prompts
 from slipstream.proof import pair
-from slipstream.proof.pair import Plan
+from slipstream.proof.plan import Plan
 from slipstream.proof.report import Proof
 from slipstream.testing.tiny import save_tiny, tiny_model
 
@@ -166,6 +166,7 @@ def test_everything_is_in_the_json(folder: Path) -> None:
     assert told["kind"] == "slipstream-verify" and told["verdict"] == "verified"
     assert set(told["about"]["versions"]) == {"slipstream", "torch", "transformers", "python"}
     assert len(told["about"]["fingerprint"]) == 32 and told["about"]["machine"]
+    assert told["plan"]["samples"] == 100 and told["about"]["created"].startswith("20")
     assert told["prompts"] == ["mine:1"] and set(told["seconds"]) == {"identity", "law"}
     first = told["identity"][0]
     assert (first["setting"], first["identical"], first["broken"]) == ("greedy", 1, False)

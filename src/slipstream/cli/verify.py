@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,7 +97,8 @@ def verify(
         configure(drafter)
         import torch
 
-        from slipstream.proof.pair import Plan, verify_pair
+        from slipstream.proof.pair import verify_pair
+        from slipstream.proof.plan import Plan
 
         plan = Plan(
             prompts=limit, tokens=tokens, samples=samples, minutes=minutes, seed=seed, fail_fast=fail_fast
@@ -119,7 +120,7 @@ def verify(
             )
     proof = replace(proof, about=replace(proof.about, model=model))
     if json_:
-        print_json({**proof.as_json(), "plan": asdict(plan)})
+        print_json(proof.as_json())
     else:
         _print(proof)
     if proof.exit_status:
@@ -221,7 +222,7 @@ def _print_laws(console: Console, proof: Proof) -> None:
     first = proof.laws[0]
     console.print(
         f"G-test of the first {first.horizon} tokens against the target's exact law; broken below"
-        f" p = {first.threshold:.2g} (a false alarm in {1 / proof.alpha:,.0f} runs). FINDS: a law that is off"
+        f" p = {first.threshold:.2g} (a false alarm in {1 / proof.plan.alpha:,.0f} runs). FINDS: a law that is off"
         f" by so much (total variation over the cells) is found with a probability of {first.power:.0%}.",
         style="dim",
         markup=False,

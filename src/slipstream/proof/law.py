@@ -16,10 +16,10 @@ from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.progress import Progress
 from slipstream.proof.exact import Prefix, ShortLaw, entropy
 from slipstream.proof.gtest import LEAST, detectable, g_test
+from slipstream.proof.plan import FEWEST
 from slipstream.proof.reference import Reference
 from slipstream.proof.ties import may_be_drawn
 
-FEWEST = 100  # samples that are drawn whatever the time
 _ENTROPY = 2.5  # nats: about a dozen tokens compete, so that most cells are expected often
 _CUTS = 16  # places of an answer that are looked at for such a text
 
@@ -73,7 +73,7 @@ def undecided_text(
     """Of these prompts with some of their answers' tokens, the one behind which most (not all) is open."""
     best: tuple[float, list[int]] | None = None
     for prompt, output in zip(prompts, outputs, strict=True):
-        begun = output[:_CUTS]
+        begun = output[:-1][:_CUTS]  # the last token may be the end of the answer
         rows = reference.along(prompt, begun)[:, : reference.vocab_size]  # [n + 1, V]
         for end, value in enumerate(entropy(rows, temperature).tolist()):
             distance = abs(value - _ENTROPY)

@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
@@ -28,7 +28,8 @@ from slipstream.plan.prompts import TaskPrompt, encode_prompt, read_prompts
 from slipstream.proof import identity
 from slipstream.proof.exact import enumerate_law
 from slipstream.proof.identity import IdentityCheck, Setting
-from slipstream.proof.law import FEWEST, LAWS, Drawing, LawCheck, check_law, undecided_text
+from slipstream.proof.law import LAWS, Drawing, LawCheck, check_law, undecided_text
+from slipstream.proof.plan import SHORTEST, Plan
 from slipstream.proof.probes import Drawn, Likeliest, Replay
 from slipstream.proof.reference import Reference
 from slipstream.proof.report import About, Proof, conclude
@@ -38,44 +39,6 @@ from slipstream.version import __version__
 _ALONE = 2  # prompts that are also decoded alone
 _RUNS = 6 * 4 + 3  # of the identity checks; the last three decode a few prompts alone
 _SHARE = 0.5  # of the time, for the identity checks
-_SHORTEST = 12  # tokens of an answer, whatever the time
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much is tried.
-
-    prompts: the first ones of those given. tokens: of each answer, fewer if the time does not suffice.
-    samples: of each law, likewise. horizon: tokens whose joint law is tested. alpha: the probability of a
-    false alarm, all laws together. power: the probability with which a difference is to be found, for telling
-    how large it must be. rows: sequences at once. fail_fast: stop at the first thing that is broken.
-
-    The time is kept to as far as the least of everything allows: answers of 12 tokens, 100 samples a law.
-    """
-
-    prompts: int = 8
-    tokens: int = 32
-    samples: int = 1000
-    horizon: int = 3
-    minutes: float = 5.0
-    alpha: float = 1e-4
-    power: float = 0.99
-    rows: int = 16
-    seed: int = 0
-    fail_fast: bool = False
-
-    def __post_init__(self) -> None:
-        least = {"prompts": 1, "tokens": 4, "samples": FEWEST, "horizon": 1, "rows": 1}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ParameterError(f"{name} must be at least {value}, not {getattr(self, name)}")
-        if not 0.0 < self.minutes < float("inf"):
-            raise ParameterError(f"minutes must be above 0, not {self.minutes:g}")
-        for name in ("alpha", "power"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise ParameterError(f"{name} must be between 0 and 1, not {getattr(self, name):g}")
-        if self.seed < 0:
-            raise ParameterError(f"the seed must be 0 or more, not {self.seed}")
 
 
 def verify_pair(
@@ -152,7 +115,7 @@ class _Prover:
             reference.close()
         names = [p.name for p in self.asked]
         seconds = {"identity": told - self.began, "law": time.monotonic() - told}
-        return conclude(about, names, self.plan.alpha, self.same, self.laws, seconds)
+        return conclude(about, self.plan, names, self.same, self.laws, seconds)
 
     # -- the same tokens ------------------------------------------------------------------------------
 
@@ -181,7 +144,7 @@ class _Prover:
         took = engine.seconds - before
         step = (took.target + took.other) / 4
         affordable = _SHARE * 60.0 * self.plan.minutes / (_RUNS * step) if step else self.plan.tokens
-        return min(self.plan.tokens, max(_SHORTEST, int(affordable)))
+        return min(self.plan.tokens, max(SHORTEST, int(affordable)))
 
     def _compare(self, reference: Reference, setting: Setting) -> list[Completion]:
         """One setting, with the user's drafter and with the probes; gives plain decoding's answers."""
@@ -274,6 +237,7 @@ def _about(
     target, drafter = ModelParts.of(engine.runner.model), session.drafter
     draft = ModelParts.of(drafter.runner.model).fingerprint if isinstance(drafter, ModelDrafter) else None
     return About(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         model=model.name if isinstance(model, LoadedModel) else os.fspath(model),
         fingerprint=target.fingerprint,
         dtype=info.dtype,

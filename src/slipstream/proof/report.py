@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from slipstream.proof.identity import IdentityCheck
 from slipstream.proof.law import LawCheck
+from slipstream.proof.plan import Plan
 
 Verdict = Literal["verified", "near-tie only", "broken"]
 
 
 @dataclass(frozen=True)
 class About:
-    """What was put to the proof, where, and with which versions. fingerprints: `ModelParts.fingerprint`.
+    """What was put to the proof, where, and with which versions. created: UTC, ISO
+    8601. fingerprints: `ModelParts.fingerprint`.
 
     lossy: the rule changes the output by design. fault: the one that was planted, None as it should be.
     """
 
+    created: str
     model: str
     fingerprint: str
     dtype: str
@@ -38,16 +42,17 @@ class About:
 @dataclass(frozen=True)
 class Proof:
     """verdict: "verified" (no difference at all), "near-tie only" (some, each where rounding may decide), or
-    "broken". reasons: why, a sentence each. notes: what the proof does not cover. alpha: the probability of a
-    false alarm among the laws. seconds: by part. prompts: their names, which `Difference.prompt` counts.
+    "broken". reasons: why, a sentence each. notes: what the proof does not cover. plan: how
+    much was to be tried; the checks tell how much was. prompts: their names, which `Difference.prompt` counts.
+    seconds: by part.
     """
 
     verdict: Verdict
     reasons: tuple[str, ...]
     notes: tuple[str, ...]
     about: About
+    plan: Plan
     prompts: tuple[str, ...]
-    alpha: float
     identity: tuple[IdentityCheck, ...]
     laws: tuple[LawCheck, ...]
     seconds: Mapping[str, float]
@@ -66,13 +71,15 @@ class Proof:
             values["identical"] = same.identical
             for inner, difference in zip(values["differences"], same.differences, strict=True):
                 inner["near_tie"] = difference.near_tie
+                if difference.margin == math.inf:  # which JSON cannot say
+                    inner["margin"] = None
         return {"kind": "slipstream-verify", "version": 1, **told}
 
 
 def conclude(
     about: About,
+    plan: Plan,
     prompts: Sequence[str],
-    alpha: float,
     same: Sequence[IdentityCheck],
     laws: Sequence[LawCheck],
     seconds: Mapping[str, float],
@@ -95,8 +102,8 @@ def conclude(
         tuple(reasons),
         tuple(_notes(about, same, laws)),
         about,
+        plan,
         tuple(prompts),
-        alpha,
         tuple(same),
         tuple(laws),
         seconds,

@@ -2,7 +2,7 @@
 
 Both outputs agree up to some place, where one has this token and the other that. The target's logits for
 that place are computed again in two plain ways, the whole prefix in one forward and a token a step. The
-margin is how far two logits had to move against each other for the other token to be drawn, penalties,
+margin is how far logits had to move against each other for the other token to be drawn, with penalties,
 temperature, filters and noise as they were; it is held against the distance of neighbouring numbers of the
 model's dtype.
 """
@@ -72,30 +72,42 @@ def spacing(row: torch.Tensor, tokens: Sequence[int], dtype: torch.dtype) -> flo
 def may_be_drawn(
     reference: Reference, pipeline: LogitsPipeline, prompt: Sequence[int], before: Sequence[int], token: int
 ) -> bool:
-    """Whether the filters let the token through if rounding lifts it: a filter has a sharp edge."""
-    row = reference.behind(prompt, [before])[0].float().clone()  # [width]
-    row[token] += allowed(reference.dtype) * spacing(row, (token,), reference.dtype)
-    return float(pipeline.probs(row, (*prompt, *before))[token]) > 0.0
+    """Whether the filters let the token through if rounding helps it: a filter has a sharp edge."""
+    row = reference.behind(prompt, [before])[0].float()  # [width]
+    gap = allowed(reference.dtype) * spacing(row, (token,), reference.dtype)
+    return float(pipeline.probs(_let_in(row, token, gap), (*prompt, *before))[token]) > 0.0
 
 
 def _needed(choose: Callable[[torch.Tensor], int], row: torch.Tensor, wanted: int) -> float:
-    """How far `wanted` and the token that is chosen must move against each other; inf if it never helps."""
+    """How far `wanted` and what is chosen must move against each other; inf if it never helps."""
+    row = row.float()  # [width]
     chosen = choose(row)
 
-    def chosen_after(gap: float) -> bool:
-        moved = row.float().clone()  # [width]
-        moved[wanted] += gap / 2
-        moved[chosen] -= gap / 2
-        return choose(moved) == wanted
+    def helps(gap: float) -> bool:
+        for moved in (row.clone(), _let_in(row, wanted, gap), _kept_out(row, chosen, gap)):
+            moved[wanted], moved[chosen] = row[wanted] + gap / 2, row[chosen] - gap / 2
+            if choose(moved) == wanted:
+                return True
+        return False
 
     if chosen == wanted:
         return 0.0
     low, high = 0.0, 1.0
-    while not chosen_after(high):
+    while not helps(high):
         low, high = high, 2 * high
         if high > _HOPELESS:
             return math.inf
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if chosen_after(middle) else (middle, high)
+        low, high = (low, middle) if helps(middle) else (middle, high)
     return high
+
+
+def _let_in(row: torch.Tensor, token: int, gap: float) -> torch.Tensor:
+    """Likelier tokens fall and the others rise: at the edge of top-p it is the sum that decides."""
+    return row + torch.where(row > row[token], -gap / 2, gap / 2)  # [width]
+
+
+def _kept_out(row: torch.Tensor, token: int, gap: float) -> torch.Tensor:
+    """Likelier tokens rise, and this one and the others fall."""
+    return row + torch.where(row > row[token], gap / 2, -gap / 2)  # [width]
