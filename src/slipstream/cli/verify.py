@@ -219,11 +219,11 @@ def _print_laws(console: Console, proof: Proof) -> None:
         finds, mark = f"≥ {law.detectable:.1%}", "[red]broken" if law.broken else "[green]✓"
         table.add_row(law.setting, _plain(law.drafter), accepted, *numbers, finds, mark)
     console.print(table)
-    first = proof.laws[0]
+    first, runs = proof.laws[0], 1 / proof.plan.alpha
     console.print(
         f"G-test of the first {first.horizon} tokens against the target's exact law; broken below"
-        f" p = {first.threshold:.2g} (a false alarm in {1 / proof.plan.alpha:,.0f} runs). FINDS: a law that is off"
-        f" by so much (total variation over the cells) is found with a probability of {first.power:.0%}.",
+        f" p = {first.threshold:.2g} (a false alarm in {runs:,.0f} runs). FINDS: a law that is off by so much"
+        f" (total variation over the cells) is found with a probability of {first.power:.0%}.",
         style="dim",
         markup=False,
     )

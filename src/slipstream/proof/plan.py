@@ -19,8 +19,8 @@ class Plan:
     false alarm, all laws together. power: the probability with which a difference is to be found, for telling
     how large it must be. rows: sequences at once. fail_fast: stop at the first thing that is broken.
 
-    The time is kept to as far as the least of everything allows: answers of `SHORTEST` tokens, `FEWEST` samples a
-    law.
+    The time is kept to as far as the least of everything allows: answers of `SHORTEST` tokens, `FEWEST`
+    samples a law.
     """
 
     prompts: int = 8

@@ -42,9 +42,9 @@ class About:
 @dataclass(frozen=True)
 class Proof:
     """verdict: "verified" (no difference at all), "near-tie only" (some, each where rounding may decide), or
-    "broken". reasons: why, a sentence each. notes: what the proof does not cover. plan: how
-    much was to be tried; the checks tell how much was. prompts: their names, which `Difference.prompt` counts.
-    seconds: by part.
+    "broken". reasons: why, a sentence each. notes: what the proof does not cover. plan: how much was to be
+    tried; the checks tell how much was. prompts: their names, which `Difference.prompt` counts. seconds: by
+    part.
     """
 
     verdict: Verdict
