@@ -37,7 +37,8 @@ from slipstream.verify import check_rule
 from slipstream.version import __version__
 
 _ALONE = 2  # prompts that are also decoded alone
-_RUNS = 6 * 4 + 3  # of the identity checks; the last three decode a few prompts alone
+_SETTINGS = 7  # that answers are compared under; the last decodes a few prompts alone
+_RUNS = (_SETTINGS - 1) * 4 + 3
 _SHARE = 0.5  # of the time, for the identity checks
 
 
@@ -136,15 +137,25 @@ class _Prover:
         return told[first[0].name]
 
     def _tokens(self) -> int:
-        """Tokens of each answer, as many as the time allows; a short run tells how long a step takes."""
-        engine = self.session.engine
-        before = engine.seconds.copy()
-        warm = SamplingParams(max_tokens=4, ignore_eos=True)
-        identity.answers(self.session, None, self.prompts, [warm] * len(self.prompts))
-        took = engine.seconds - before
-        step = (took.target + took.other) / 4
-        affordable = _SHARE * 60.0 * self.plan.minutes / (_RUNS * step) if step else self.plan.tokens
-        return min(self.plan.tokens, max(SHORTEST, int(affordable)))
+        """Tokens of each answer, as many as the time allows; short runs tell how long steps take."""
+        warm = Setting(
+            "warm-up", tuple(SamplingParams(max_tokens=4, ignore_eos=True, seed=s) for s in self.seeds)
+        )
+        plain = identity.plainly(self.session, self.prompts, warm)
+        known = identity.known(self.seeds, plain)
+        per_token = 0.0
+        # Of a setting: plain decoding, two drafters whose chains give two tokens a pass or so, and a tree.
+        for share, drafter in (
+            (1.0, None),
+            (1.0, Replay(known, tree=False)),
+            (0.25, Replay(known, tree=True)),
+        ):
+            before = self.session.engine.seconds.copy()
+            got = identity.answers(self.session, drafter, self.prompts, warm.params)
+            took = self.session.engine.seconds - before
+            per_token += share * (took.target + took.drafter + took.other) / max(c.counts.passes for c in got)
+        allowed = _SHARE * 60.0 * self.plan.minutes / (_SETTINGS * per_token)
+        return min(self.plan.tokens, max(SHORTEST, int(allowed)))
 
     def _compare(self, reference: Reference, setting: Setting) -> list[Completion]:
         """One setting, with the user's drafter and with the probes; gives plain decoding's answers."""

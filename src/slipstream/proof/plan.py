@@ -27,7 +27,7 @@ class Plan:
     tokens: int = 32
     samples: int = 1000
     horizon: int = 3
-    minutes: float = 5.0
+    minutes: float = 10.0
     alpha: float = 1e-4
     power: float = 0.99
     rows: int = 16

@@ -70,11 +70,11 @@ class Replay(_Probe):
 
 
 class Likeliest(_Probe):
-    """A tree of the target's likeliest tokens, as point masses: three, and two behind each."""
+    """A tree of the target's likeliest tokens, as point masses: three, and one behind each."""
 
     name = "likeliest tree"
     num_speculative_tokens = 2
-    draft_nodes = 9
+    draft_nodes = 6
 
     def __init__(self, law: ShortLaw) -> None:
         self._law = law
@@ -84,7 +84,7 @@ class Likeliest(_Probe):
         before, paths = _output(request), list[list[int]]()
         level: list[list[int]] = [[]]
         for depth in range(request.budget.depth):
-            level = [[*p, t] for p in level for t in self._likeliest((*before, *p), 2 if depth else 3)]
+            level = [[*p, t] for p in level for t in self._likeliest((*before, *p), 1 if depth else 3)]
             paths += level
         return Draft(TokenTree.from_paths(request.root, paths))
 
@@ -102,7 +102,7 @@ class Likeliest(_Probe):
 
 class Drawn(_Probe):
     """Draws from a law q that is near the target's, and hands q over: a chain, or a tree drawn without
-    replacement (three tokens, and two behind each).
+    replacement (three tokens, and one behind each).
 
     q is flatter than the target's law, has a taste of its own, and gives some mass to tokens that the
     target's filters forbid. Where the target's law is not known it drafts nothing more.
@@ -118,9 +118,9 @@ class Drawn(_Probe):
         self._q: dict[Prefix, Law] = {}
         self._vocab = len(law.laws[()])
         generator = torch.Generator().manual_seed(len(law.prompt))
-        self._taste = 2 * torch.rand(self._vocab, generator=generator, dtype=torch.float64) - 1  # [V]
+        self._taste = 3 * torch.rand(self._vocab, generator=generator, dtype=torch.float64)  # [V]
         if tree:
-            self.draft_nodes = 9
+            self.draft_nodes = 6
 
     def draft(self, request: DraftRequest) -> Draft:
         before, start = _output(request), len(request.tokens)
@@ -137,7 +137,7 @@ class Drawn(_Probe):
                 if self._tree:
                     drawn, rows[node] = draw_siblings(
                         q,
-                        2 if depth else 3,
+                        1 if depth else 3,
                         self._vocab,
                         request.seed,
                         start + depth,
