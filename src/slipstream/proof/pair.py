@@ -18,6 +18,7 @@ from slipstream.control import Controller
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.draft_model import ModelDrafter
+from slipstream.drafters.none import NoDrafter
 from slipstream.engine.session import Completion, Session
 from slipstream.errors import ParameterError
 from slipstream.model.load import LoadedModel
@@ -85,7 +86,9 @@ class _Prover:
         if not asked:
             raise ParameterError("there are no prompts: give at least one")
         self.session, self.plan, self.controller, self.progress = session, plan, controller, progress
-        self.drafter, self.spec = session.drafter, spec
+        self.drafter = session.drafter
+        plain = isinstance(self.drafter, NoDrafter)
+        self.own: list[tuple[str, Drafter]] = [] if plain else [(spec, self.drafter)]
         self.asked = asked[: plan.prompts]
         self.prompts = [encode_prompt(session.tokenizer, p) for p in self.asked]
         self.began = time.monotonic()
@@ -95,10 +98,6 @@ class _Prover:
         self.same: list[IdentityCheck] = []
         self.laws: list[LawCheck] = []
         self.done = 0
-
-    @property
-    def plain(self) -> bool:
-        return self.drafter.num_speculative_tokens == 0 and self.drafter.name == "none"
 
     @property
     def enough(self) -> bool:
@@ -138,12 +137,10 @@ class _Prover:
 
     def _tokens(self) -> int:
         """Tokens of each answer, as many as the time allows; short runs tell how long steps take."""
-        warm = Setting(
-            "warm-up", tuple(SamplingParams(max_tokens=4, ignore_eos=True, seed=s) for s in self.seeds)
-        )
-        plain = identity.plainly(self.session, self.prompts, warm)
-        known = identity.known(self.seeds, plain)
-        per_token = 0.0
+        warm = SamplingParams(max_tokens=4, ignore_eos=True)
+        setting = Setting("warm-up", tuple(warm.with_(seed=seed) for seed in self.seeds))
+        known = identity.known(self.seeds, identity.plainly(self.session, self.prompts, setting))
+        reading = deciding = 0.0
         # Of a setting: plain decoding, two drafters whose chains give two tokens a pass or so, and a tree.
         for share, drafter in (
             (1.0, None),
@@ -151,26 +148,21 @@ class _Prover:
             (0.25, Replay(known, tree=True)),
         ):
             before = self.session.engine.seconds.copy()
-            got = identity.answers(self.session, drafter, self.prompts, warm.params)
+            got = identity.answers(self.session, drafter, self.prompts, setting.params)
             took = self.session.engine.seconds - before
-            per_token += share * (took.target + took.drafter + took.other) / max(c.counts.passes for c in got)
-        allowed = _SHARE * 60.0 * self.plan.minutes / (_SETTINGS * per_token)
-        return min(self.plan.tokens, max(SHORTEST, int(allowed)))
+            reading = took.prefill
+            deciding += share * (took.target + took.drafter + took.other) / max(c.counts.passes for c in got)
+        time_for_each = _SHARE * 60.0 * self.plan.minutes / _SETTINGS - 4 * reading
+        return min(self.plan.tokens, max(SHORTEST, int(time_for_each / deciding)))
 
     def _compare(self, reference: Reference, setting: Setting) -> list[Completion]:
         """One setting, with the user's drafter and with the probes; gives plain decoding's answers."""
         plain = identity.plainly(self.session, self.prompts, setting)
         self._tick()
         known = identity.known(self.seeds, plain)
-        drafters: list[tuple[str, Drafter]] = [] if self.plain else [(self.spec, self.drafter)]
-        drafters += [(d.name, d) for d in (Replay(known, tree=False), Replay(known, tree=True))]
-        for name, drafter in drafters:
-            controller = self.controller if drafter is self.drafter else None
-            got = identity.answers(self.session, drafter, self.prompts, setting.params, controller=controller)
-            self.same.append(
-                identity.compare(self.session, reference, self.prompts, setting, plain, got, name)
-            )
-            self._tick()
+        probes = (Replay(known, tree=False), Replay(known, tree=True))
+        for name, drafter in (*self.own, *((p.name, p) for p in probes)):
+            self._hold_against(reference, setting, plain, name, drafter)
             if self.enough:
                 break
         return plain
@@ -178,24 +170,27 @@ class _Prover:
     def _alone(self, reference: Reference, setting: Setting, plain: Sequence[Completion]) -> None:
         """A few prompts one after the other, against the batch."""
         some = Setting(setting.name, setting.params[:_ALONE])
-        known = identity.known(
-            self.seeds[:_ALONE], identity.plainly(self.session, self.prompts[:_ALONE], some)
+        probe = Replay(identity.known(self.seeds[:_ALONE], plain[:_ALONE]), tree=True)
+        for name, drafter in (("none", None), *self.own, (probe.name, probe)):
+            self._hold_against(reference, some, plain[:_ALONE], name, drafter, alone=True)
+
+    def _hold_against(
+        self,
+        reference: Reference,
+        setting: Setting,
+        plain: Sequence[Completion],
+        name: str,
+        drafter: Drafter | None,
+        alone: bool = False,
+    ) -> None:
+        prompts = self.prompts[: len(plain)]
+        controller = self.controller if drafter is self.drafter else None
+        got = identity.answers(
+            self.session, drafter, prompts, setting.params, controller=controller, alone=alone
         )
-        drafters: list[tuple[str, Drafter | None]] = [("none", None)]
-        drafters += [] if self.plain else [(self.spec, self.drafter)]
-        drafters += [(d.name, d) for d in (Replay(known, tree=True),)]
-        for name, drafter in drafters:
-            controller = self.controller if drafter is self.drafter else None
-            prompts = self.prompts[:_ALONE]
-            got = identity.answers(
-                self.session, drafter, prompts, some.params, controller=controller, alone=True
-            )
-            self.same.append(
-                identity.compare(
-                    self.session, reference, prompts, some, plain[:_ALONE], got, name, alone=True
-                )
-            )
-            self._tick()
+        check = identity.compare(self.session, reference, prompts, setting, plain, got, name, alone=alone)
+        self.same.append(check)
+        self._tick()
 
     def _tick(self) -> None:
         self.done += 1
@@ -205,15 +200,14 @@ class _Prover:
 
     def _laws(self, reference: Reference, greedy: Sequence[Completion]) -> None:
         plan, outputs = self.plan, [answer.tokens for answer in greedy]
-        planned = len(LAWS) * (3 if self.plain else 4)
+        planned = len(LAWS) * (3 + len(self.own))
         self.progress.stage("drawing samples", planned * plan.samples, "samples")
         seen = 0
         for setting, params in LAWS.items():
             text = undecided_text(reference, self.prompts, outputs, params.temperature)
             law = enumerate_law(reference, text, params, plan.horizon)
-            drafters: list[tuple[str, Drafter]] = [] if self.plain else [(self.spec, self.drafter)]
             probes = (Likeliest(law), Drawn(law, tree=False), Drawn(law, tree=True))
-            for name, drafter in (*drafters, *((p.name, p) for p in probes)):
+            for name, drafter in (*self.own, *((p.name, p) for p in probes)):
                 if self.enough:
                     return
                 now = time.monotonic()
