@@ -36,9 +36,11 @@ ALLOWED = {
     "serve": LOGIC | {"engine", "api"},
     "bench": LOGIC | {"engine", "api"},
     "plan": LOGIC | {"engine", "api"},
+    "proof": LOGIC | {"engine", "api", "plan"},
 }
 TORCH_FREE = (
-    *("core/tree.py", "core/sequence.py", "core/text.py", "core/stats.py", "engine/scheduler.py"),
+    *(f"core/{name}.py" for name in ("fault", "sequence", "stats", "text", "tree")),
+    "engine/scheduler.py",
     *(f"cost/{name}.py" for name in ("accept", "bundle", "curve", "machines", "model", "roofline", "shape")),
 )
 MAY_USE_TRANSFORMERS = ("model/", "integrations/", "testing/", "cli/doctor.py")

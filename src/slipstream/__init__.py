@@ -21,8 +21,18 @@ if TYPE_CHECKING:
     from slipstream.engine.session import Completion, Session
     from slipstream.errors import SlipstreamError
     from slipstream.integrations.generate import generate
+    from slipstream.proof.pair import verify_pair
 
-__all__ = ["Completion", "SamplingParams", "Session", "SlipstreamError", "__version__", "generate", "load"]
+__all__ = [
+    "Completion",
+    "SamplingParams",
+    "Session",
+    "SlipstreamError",
+    "__version__",
+    "generate",
+    "load",
+    "verify_pair",
+]
 
 _HOMES = {
     "Completion": "slipstream.engine.session",
@@ -31,6 +41,7 @@ _HOMES = {
     "SlipstreamError": "slipstream.errors",
     "generate": "slipstream.integrations.generate",
     "load": "slipstream.api",
+    "verify_pair": "slipstream.proof.pair",
 }
 
 

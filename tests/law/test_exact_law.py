@@ -10,6 +10,7 @@ import torch
 
 from slipstream.core.draft import Draft
 from slipstream.core.tree import TokenTree
+from slipstream.engine.faults import RULES
 from slipstream.testing.branching import LawAt, Prefix
 from slipstream.testing.exact import (
     EXACT,
@@ -211,6 +212,13 @@ def test_the_rule_the_faults_are_made_from_is_right() -> None:
 def test_rejection_fault_is_caught(name: str) -> None:
     rule, caught_by = RULE_FAULTS[name]
     assert any(caught_by in rejection_violations(pair, rule) for pair in range(10))
+
+
+@pytest.mark.parametrize("name", ["threshold", "bonus", "residual"])
+def test_a_fault_that_can_be_planted_in_the_engine_is_caught(name: str) -> None:
+    """Those of `engine.faults` that are in a rule and can be enumerated."""
+    rule = RULES[name](rejection)
+    assert any("law" in rejection_violations(pair, rule) for pair in range(10))
 
 
 def unwarped_q(propose: Propose, raw: LawAt) -> Propose:

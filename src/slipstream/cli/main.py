@@ -1,9 +1,8 @@
 """The command line: which commands there are, and how errors leave it.
 
 Results go to stdout; progress and messages to stderr. Exit status: 0 fine, 1 for a claim that does not
-hold (doctor, --compare), 2 for a mistake that the user can mend (one line says how), 130 after Ctrl-C, 141
-for a closed pipe, 143 after SIGTERM. A new command is one line in `COMMANDS`
-or in its group.
+hold (doctor, verify, --compare), 2 for a mistake that the user can mend (one line says how), 130 after
+Ctrl-C, 141 for a closed pipe, 143 after SIGTERM. A new command is one line in `COMMANDS` or in its group.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ import functools
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -32,7 +33,9 @@ from slipstream.cli.run import run
 from slipstream.cli.serve import serve
 from slipstream.cli.tune_medusa import tune_medusa
 from slipstream.cli.tune_selfspec import tune_selfspec
+from slipstream.cli.verify import verify
 from slipstream.cli.watch import watch
+from slipstream.core.fault import FaultWarning, planted_fault, warning_of
 from slipstream.errors import SlipstreamError
 from slipstream.version import __version__
 
@@ -46,6 +49,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "measure": measure,
     "plan": plan,
+    "verify": verify,
     "export": export,
     "lint": lint,
     "config": config,
@@ -112,7 +116,8 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> None:
         try:
-            command(*args, **options)
+            with told_of_faults():
+                command(*args, **options)
         except SlipstreamError as error:
             fail(error)
             raise typer.Exit(2) from None
@@ -121,6 +126,20 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(130) from None
 
     return run
+
+
+@contextmanager
+def told_of_faults() -> Iterator[None]:
+    """Nothing runs with a planted fault unseen: every command says so first. Raises ParameterError for one
+    that is not known."""
+    name = planted_fault()
+    if name is None:
+        yield
+        return
+    typer.echo(f"slipstream: WARNING: {warning_of(name)}", err=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FaultWarning)  # the engine's own, which is the same
+        yield
 
 
 def fail(error: SlipstreamError) -> None:

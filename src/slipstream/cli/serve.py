@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.request import DEFAULT_MODEL, EmbeddingOption, WeightsOption
+from slipstream.cli.toy import or_toy
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from slipstream.core.draft import Drafter
     from slipstream.engine.session import Session
 
-TINY = "tiny"
 _SPEC = "NAME[:KEY=VALUE,...]"
 
 
@@ -235,8 +234,7 @@ def _loaded(
 
             if threads is not None:
                 torch.set_num_threads(threads)
-            if model == TINY and not Path(model).exists():
-                model = _toy(stack.enter_context(tempfile.TemporaryDirectory()))
+            model = stack.enter_context(or_toy(model))
             session = stack.enter_context(load(model, "none", progress=drawn, **options))
             drafters = {label: build_drafter(spec, session.info) for label, spec in specs.items()}
         yield session, drafters
@@ -262,10 +260,3 @@ def _goodput(
         return None
     typer.echo(f"slipstream: {found.told}", err=True)
     return found.controller
-
-
-def _toy(folder: str) -> str:
-    """A random model that says nothing of sense: every client and every field can be tried on it at once."""
-    from slipstream.testing.tiny import save_tiny
-
-    return str(save_tiny(Path(folder) / TINY, kind="qwen2", seed=1, max_position_embeddings=4096))

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from slipstream.core.draft import Budget, Draft, DraftRequest
+from slipstream.core.sequence import Sequence
 from slipstream.core.tree import TokenTree
 from slipstream.errors import DrafterError
 from slipstream.logits.grammar import Grammar
 
 MOST_FORCED = 32  # tokens a pass: beyond, one row of a step would hold up the others
+
+
+@dataclass(frozen=True)
+class Work:
+    """One row of a step."""
+
+    sequence: Sequence
+    draft: Draft
 
 
 def cut_budget(budget: Budget, room: int) -> Budget:

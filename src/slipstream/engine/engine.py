@@ -11,19 +11,20 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from slipstream.control import Controller, RowOutcome, RowState, build_controller
 from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest, Observation
+from slipstream.core.fault import planted_fault
 from slipstream.core.params import GrammarSpec, SamplingParams
 from slipstream.core.sequence import Event, Sequence, TokenLogprob
 from slipstream.core.stats import DraftCounts, PrefixCounts, Seconds
 from slipstream.core.text import Decode, TextStream
 from slipstream.core.tree import TokenTree
 from slipstream.drafters.none import NoConfig, NoDrafter
-from slipstream.engine.drafting import cut_budget, fit_draft, forced_draft
+from slipstream.engine.drafting import Work, cut_budget, fit_draft, forced_draft
 from slipstream.engine.inputs import check_request
 from slipstream.engine.reading import PromptReader
 from slipstream.engine.scheduler import Load, Scheduler
@@ -33,16 +34,8 @@ from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.cache import WIDTH
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Output, Runner
-from slipstream.verify import Verdict, build_views, check_rule, choose_rule
+from slipstream.verify import Rule, Verdict, build_views, check_rule, choose_rule
 from slipstream.verify.view import ViewRow
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One row of a step."""
-
-    sequence: Sequence
-    draft: Draft
 
 
 class Engine:
@@ -51,8 +44,9 @@ class Engine:
     vocab_size: ids that may be emitted (a head's padding is beyond it). decode turns token ids into
     text; without it there is no text and no stop string. grammars compiles those of requests. rule: see
     `verify.choose_rule`; one that changes the output needs lossy=True, and `Engine.lossy` and every event
-    say so. cache_tokens: most tokens cached for all rows together; a request waits until all it may come to
-    need is free. prefix_tokens: see `limit_prefixes`. All methods are for one thread.
+    say so, as they do if `fault` is planted (`core.fault`). cache_tokens: most tokens cached for all rows
+    together; a request waits until all it may come to need is free. prefix_tokens: see `limit_prefixes`. All
+    methods are for one thread.
     """
 
     def __init__(
@@ -73,8 +67,9 @@ class Engine:
         rule: str = "auto",
         lossy: bool = False,
     ) -> None:
-        self.lossy = check_rule(rule, lossy)
-        self._rule = partial(choose_rule, rule=rule, lossy=lossy)
+        self.fault = planted_fault()
+        self.lossy = check_rule(rule, lossy) or self.fault is not None
+        self._rule: Callable[[Draft], Rule] = partial(choose_rule, rule=rule, lossy=lossy)
         if max_rows < 1:
             raise ParameterError(f"max_rows must be at least 1, not {max_rows}")
         if context is not None and context < 2:
@@ -96,6 +91,10 @@ class Engine:
         self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
         self.set_drafter(drafter, controller)
         self.limit_prefixes(prefix_tokens)
+        if self.fault is not None:
+            from slipstream.engine.faults import plant
+
+            plant(self, self.fault)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -233,7 +232,7 @@ class Engine:
         """Tokens that may be drafted."""
         return min(sequence.remaining - 1, self.context - len(sequence.tokens))
 
-    def _propose(self, rows: list[Sequence], budgets: list[Budget]) -> list[_Work]:
+    def _propose(self, rows: list[Sequence], budgets: list[Budget]) -> list[Work]:
         requests = [
             DraftRequest(s.id, s.tokens, len(s.prompt), b, s.params, s.seed)
             for s, b in zip(rows, budgets, strict=True)
@@ -254,9 +253,9 @@ class Engine:
         for r, d in zip(asked, drafts, strict=True):
             grammar = self._pipelines[r.seq_id].grammar
             draft_of[r.seq_id] = fit_draft(r, d, self.vocab_size, self.drafter.name, grammar)
-        return [_Work(s, draft_of.get(s.id) or Draft(TokenTree.root(s.tokens[-1]))) for s in rows]
+        return [Work(s, draft_of.get(s.id) or Draft(TokenTree.root(s.tokens[-1]))) for s in rows]
 
-    def _verify(self, work: list[_Work]) -> tuple[Output, list[Verdict], list[list[TokenLogprob]]]:
+    def _verify(self, work: list[Work]) -> tuple[Output, list[Verdict], list[list[TokenLogprob]]]:
         clock = time.perf_counter()
         output = self.runner.forward(
             [PackRow(w.sequence.id, w.draft.tree.tokens, w.draft.tree.parents) for w in work]
@@ -283,7 +282,7 @@ class Engine:
 
     def _commit(
         self,
-        work: list[_Work],
+        work: list[Work],
         output: Output,
         verdicts: list[Verdict],
         chosen_logprobs: list[list[TokenLogprob]],

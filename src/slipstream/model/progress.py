@@ -6,9 +6,10 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """stage: a new piece of work of `total` bytes (0: unknown). at: bytes done of it. note: a plain line."""
+    """stage: a new piece of work of `total` units, bytes if they have no name (0: unknown). at: units done of
+    it. note: a plain line."""
 
-    def stage(self, text: str, total: int) -> None: ...
+    def stage(self, text: str, total: int, unit: str = "") -> None: ...
 
     def at(self, done: int) -> None: ...
 
@@ -18,7 +19,7 @@ class Progress(Protocol):
 class Silent:
     """Draws nothing."""
 
-    def stage(self, text: str, total: int) -> None:
+    def stage(self, text: str, total: int, unit: str = "") -> None:
         pass
 
     def at(self, done: int) -> None:

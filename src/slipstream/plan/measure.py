@@ -30,14 +30,13 @@ from slipstream.cost.bundle import (
     PrefillSeconds,
 )
 from slipstream.cost.shape import ModelShape, shape_of
-from slipstream.engine.inputs import encode
 from slipstream.engine.session import Session
 from slipstream.errors import DrafterError, ParameterError
 from slipstream.model.pack import ROWS
 from slipstream.model.progress import Progress, Silent
 from slipstream.model.runner import Runner
 from slipstream.plan.here import load_reasons, this_machine
-from slipstream.plan.prompts import TaskPrompt
+from slipstream.plan.prompts import TaskPrompt, encode_prompt
 from slipstream.plan.rates import bandwidth, int8_rate, matrix_rate
 from slipstream.plan.replay import Recorded, replay
 from slipstream.plan.timing import (
@@ -191,11 +190,7 @@ def _drafters(
 ) -> _Found:
     if not prompts:
         raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
-    chat = session.tokenizer.chat_template is not None
-    asked = [
-        encode(session.tokenizer, _chat(p) if chat and isinstance(p.prompt, str) else p.prompt)
-        for p in prompts
-    ]
+    asked = [encode_prompt(session.tokenizer, p) for p in prompts]
     found = _Found()
     answers: list[Recorded] | None = None
     for spec in specs:
@@ -241,10 +236,6 @@ def _drafters(
             )
         )
     return found
-
-
-def _chat(prompt: TaskPrompt) -> Any:
-    return [{"role": "user", "content": prompt.prompt}]
 
 
 def _counted_depths(drafter: Drafter, plan: Plan) -> tuple[int, ...]:

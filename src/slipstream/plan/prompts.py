@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from slipstream.engine.inputs import encode
 from slipstream.errors import ParameterError
 
 Prompt = str | list[dict[str, Any]]
@@ -46,6 +47,14 @@ def read_prompts(path: Path | None) -> list[TaskPrompt]:
     if Path(name).suffix != ".jsonl":
         return [TaskPrompt("all", f"{name}:{number}", line) for number, line in lines]
     return [_read(path, name, number, line) for number, line in lines]
+
+
+def encode_prompt(tokenizer: Any, asked: TaskPrompt) -> list[int]:
+    """Token ids; a text is asked as a user's message if the model has a chat template."""
+    prompt = asked.prompt
+    if isinstance(prompt, str) and tokenizer.chat_template is not None:
+        prompt = [{"role": "user", "content": prompt}]
+    return encode(tokenizer, prompt)
 
 
 def _read(path: Path | None, name: str, number: int, line: str) -> TaskPrompt:
