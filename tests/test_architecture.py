@@ -17,6 +17,7 @@ LOGIC = {"core", "logits", "verify", "model", "drafters", "control", "cost", "he
 # A package may import itself, BASE, and these.
 ALLOWED = {
     "core": set(),
+    "prompts": set(),
     "logits": {"core"},
     "verify": {"core", "logits"},
     "model": {"core"},
@@ -26,7 +27,7 @@ ALLOWED = {
     # A drafter that samples draws from the very law its q tells, so drafters see the warps, no more.
     "drafters": {"core", "model", "heads", "logits.warp"},
     "engine": LOGIC,
-    "train": LOGIC | {"engine", "api"},  # the target's answers come out of the engine
+    "train": LOGIC | {"engine", "api", "prompts"},  # the target's answers come out of the engine
     "export": {"core", "model", "heads"},
     "watch": {"core", "model", "export"},
     "deploy": {"core", "model", "export", "watch"},
@@ -34,8 +35,9 @@ ALLOWED = {
     "api": LOGIC | {"engine"},
     "testing": LOGIC | {"engine", "api"},
     "serve": LOGIC | {"engine", "api"},
-    "bench": LOGIC | {"engine", "api"},
-    "plan": LOGIC | {"engine", "api"},
+    "plan": LOGIC | {"engine", "api", "prompts"},
+    "bench": LOGIC
+    | {"engine", "api", "prompts", "plan"},  # what was predicted stands beside what was measured
 }
 TORCH_FREE = (
     *("core/tree.py", "core/sequence.py", "core/text.py", "core/stats.py", "engine/scheduler.py"),

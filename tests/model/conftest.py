@@ -19,7 +19,7 @@ class Recorder:
         self.dones: list[int] = []
         self.notes: list[str] = []
 
-    def stage(self, text: str, total: int) -> None:
+    def stage(self, text: str, total: int, unit: str = "") -> None:
         self.stages.append((text, total))
 
     def at(self, done: int) -> None:

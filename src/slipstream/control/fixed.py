@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.control.base import Controller, RowState
-from slipstream.core.draft import Budget
+from slipstream.core.draft import Budget, Drafter
 from slipstream.errors import ParameterError
 
 
@@ -39,3 +39,13 @@ class Fixed(Controller):
 
     def plan(self, rows: Sequence[RowState]) -> list[Budget]:
         return [self._budget for _ in rows]
+
+
+def tree_nodes(drafter: Drafter, depth: int) -> int:
+    """Drafted tokens of a draft so deep: as many a level as the drafter's own trees have; a chain has one."""
+    return max(depth, round(depth * drafter.draft_nodes / max(drafter.num_speculative_tokens, 1)))
+
+
+def fixed_spec(depth: int, nodes: int) -> str:
+    """The controller for drafts of `depth` tokens, as trees of `nodes`."""
+    return f"{Fixed.name}:num_speculative_tokens={depth},nodes={nodes}"

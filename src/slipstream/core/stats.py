@@ -102,6 +102,19 @@ class DraftCounts:
         return self.draft_tokens > sum(self.drafted_at)
 
     @property
+    def why_not_plain(self) -> str | None:
+        """Why the tokens may differ from plain decoding's although nothing is wrong; None where they must not.
+
+        Only chains of point masses promise the very same tokens: a drawn draft promises the law, and a
+        branching one adds numbers in another order, so a near-tie may fall the other way.
+        """
+        if self.sampled_drafts:
+            return "drafts are drawn at random, so only the law is equal"
+        if self.branched:
+            return "drafts branch, so near-ties may round the other way"
+        return None
+
+    @property
     def acceptance_rate(self) -> float:
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 

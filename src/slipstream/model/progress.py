@@ -6,9 +6,10 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """stage: a new piece of work of `total` bytes (0: unknown). at: bytes done of it. note: a plain line."""
+    """stage: a new piece of work of `total` (0: unknown) units, bytes if the unit is empty. at: how many of
+    them are done. note: a plain line."""
 
-    def stage(self, text: str, total: int) -> None: ...
+    def stage(self, text: str, total: int, unit: str = "") -> None: ...
 
     def at(self, done: int) -> None: ...
 
@@ -18,7 +19,7 @@ class Progress(Protocol):
 class Silent:
     """Draws nothing."""
 
-    def stage(self, text: str, total: int) -> None:
+    def stage(self, text: str, total: int, unit: str = "") -> None:
         pass
 
     def at(self, done: int) -> None:

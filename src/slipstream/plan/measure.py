@@ -10,18 +10,15 @@ no target is replayed on the answers that another one's run has left.
 from __future__ import annotations
 
 import math
-import os
-import platform
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
 
-import psutil
 import torch
 
+from slipstream.control.fixed import fixed_spec, tree_nodes
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.stats import DraftCounts
@@ -30,23 +27,22 @@ from slipstream.cost.bundle import (
     Bundle,
     DrafterInfo,
     DraftSeconds,
-    MachineInfo,
     PrefillSeconds,
     StepSeconds,
 )
 from slipstream.cost.shape import shape_of
-from slipstream.engine.inputs import encode
+from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Session
 from slipstream.errors import DrafterError, ParameterError
-from slipstream.model import memory
 from slipstream.model.cache import WIDTH, round_up
+from slipstream.model.identity import versions
 from slipstream.model.pack import PackRow
 from slipstream.model.progress import Progress, Silent
 from slipstream.model.runner import Runner
-from slipstream.plan.prompts import TaskPrompt
+from slipstream.plan.here import load_reasons, this_machine
 from slipstream.plan.rates import bandwidth, matrix_rate
 from slipstream.plan.replay import Recorded, replay
-from slipstream.version import __version__
+from slipstream.prompts.rows import Row
 
 _WARM = 2  # steps of a run that are not timed: a drafter reads the prompt in the first
 
@@ -106,7 +102,7 @@ def measure(
     session: Session,
     name: str,
     drafters: Sequence[str],
-    prompts: Sequence[TaskPrompt],
+    prompts: Sequence[Row],
     plan: Plan | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -115,7 +111,7 @@ def measure(
     The session needs room for the most rows that are asked for. Its drafter is plain decoding afterwards.
     """
     plan, progress = plan or Plan(), progress or Silent()
-    before = _load()
+    before = load_reasons()
     runner = session.engine.runner
     dtype = next(runner.model.parameters()).dtype
     shape = shape_of(runner.config.to_dict(), name, str(dtype).removeprefix("torch."))
@@ -137,21 +133,8 @@ def measure(
         parameters=shape.parameters,
         weight_bytes=runner.weight_bytes,
         kv_bytes=round(shape.kv_bytes),
-        machine=MachineInfo(
-            name=_machine(runner.device),
-            device=runner.device.type,
-            threads=torch.get_num_threads(),
-            memory_bytes=memory.total()
-            if runner.device.type == "cpu"
-            else torch.cuda.get_device_properties(runner.device).total_memory,
-            bandwidth=read,
-            flops={shape.dtype: rate},
-        ),
-        versions={
-            "slipstream": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        machine=this_machine(runner.device, bandwidth=read, flops={shape.dtype: rate}),
+        versions=versions(),
         busy=bool(before),
         busy_because=before,
         steps=steps,
@@ -161,18 +144,6 @@ def measure(
         drafters=found.drafters,
         overhead=found.overhead,
     )
-
-
-def _load() -> list[str]:
-    """Why the machine is not quiet before anything was measured."""
-    load, cores = psutil.getloadavg()[0], os.cpu_count() or 1
-    return [f"the load was {load:.1f} on {cores} cores at the start"] if load > 0.5 * cores else []
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores ({platform.node()})"
 
 
 def _timed(device: torch.device, work: Callable[[], object]) -> float:
@@ -233,15 +204,11 @@ def _prefill(runner: Runner, tokens: int, plan: Plan) -> list[float]:
 
 
 def _drafters(
-    session: Session, specs: Sequence[str], prompts: Sequence[TaskPrompt], plan: Plan, progress: Progress
+    session: Session, specs: Sequence[str], prompts: Sequence[Row], plan: Plan, progress: Progress
 ) -> _Found:
     if not prompts:
         raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
-    chat = session.tokenizer.chat_template is not None
-    asked = [
-        encode(session.tokenizer, _chat(p) if chat and isinstance(p.prompt, str) else p.prompt)
-        for p in prompts
-    ]
+    asked = [question_ids(session.tokenizer, p.asked) for p in prompts]
     found = _Found()
     answers: list[Recorded] | None = None
     for spec in specs:
@@ -257,11 +224,11 @@ def _drafters(
         for depth in _counted_depths(drafter, plan):
             if drafter.learns:  # what it knows of these prompts by now, it would not know in earnest
                 drafter = session.use(spec)
-            nodes = _nodes(drafter, depth)
+            nodes = tree_nodes(drafter, depth)
             progress.stage(f"counting what {spec} gets accepted on {len(asked)} prompts", 0)
-            counts = _replayed(session, drafter, answers, _fixed(depth, nodes))
+            counts = _replayed(session, drafter, answers, fixed_spec(depth, nodes))
             if counts is None:
-                session.use(drafter, _fixed(depth, nodes))
+                session.use(drafter, fixed_spec(depth, nodes))
                 counts, told, reading = _answers(session, asked, plan)
                 answers = answers or told
                 found.prefill += [
@@ -285,22 +252,9 @@ def _drafters(
     return found
 
 
-def _chat(prompt: TaskPrompt) -> Any:
-    return [{"role": "user", "content": prompt.prompt}]
-
-
-def _nodes(drafter: Drafter, depth: int) -> int:
-    """Drafted tokens of a draft so deep: as many a level as the drafter's own trees have; a chain has one."""
-    return max(depth, round(depth * drafter.draft_nodes / max(drafter.num_speculative_tokens, 1)))
-
-
-def _fixed(depth: int, nodes: int) -> str:
-    return f"fixed:num_speculative_tokens={depth},nodes={nodes}"
-
-
 def _counted_depths(drafter: Drafter, plan: Plan) -> tuple[int, ...]:
     """A shorter chain is a front part of the longest; a smaller tree is not one of a larger."""
-    return plan.depths if _nodes(drafter, 16) > 16 else (max(plan.depths),)
+    return plan.depths if tree_nodes(drafter, 16) > 16 else (max(plan.depths),)
 
 
 def _replayed(
@@ -328,8 +282,8 @@ def _run(
 ) -> _Run:
     """Repeats of the drafter's part of a step with so many rows, each asked for drafts of `depth`."""
     engine, run, seconds = session.engine, _Run(), list[float]()
-    nodes = _nodes(engine.drafter, depth)
-    engine.set_drafter(engine.drafter, _fixed(depth, nodes))
+    nodes = tree_nodes(engine.drafter, depth)
+    engine.set_drafter(engine.drafter, fixed_spec(depth, nodes))
     # Long enough that the budget is never cut by what remains.
     tokens = 2 * (plan.rounds + _WARM + 1) * (depth + 1)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
