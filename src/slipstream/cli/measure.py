@@ -122,7 +122,8 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def _draw(path: Path, bundle: Bundle) -> None:
-    from slipstream.plan.charts import curve_figure, png
+    from slipstream.plan.charts import curve_figure
+    from slipstream.plan.drawing import png
 
     try:
         path.write_bytes(png(lambda: curve_figure(bundle.step_curve)))
@@ -134,7 +135,7 @@ def _print(bundle: Bundle) -> None:
     from slipstream.cli.output import plain_table, stdout
     from slipstream.cost.bundle import busy_reasons
     from slipstream.cost.roofline import EXTRA, extra_cost, measured_regime
-    from slipstream.plan.report import milliseconds
+    from slipstream.plan.page import milliseconds
 
     console, curve, machine = stdout(), bundle.step_curve, bundle.machine
     console.print(

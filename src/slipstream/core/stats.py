@@ -103,7 +103,7 @@ class DraftCounts:
 
     @property
     def why_not_plain(self) -> str | None:
-        """Why the tokens may differ from plain decoding's although nothing is wrong; None where they must not.
+        """Why tokens may differ from plain decoding's although nothing is wrong; None: they must not.
 
         Only chains of point masses promise the very same tokens: a drawn draft promises the law, and a
         branching one adds numbers in another order, so a near-tie may fall the other way.
