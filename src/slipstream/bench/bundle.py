@@ -8,7 +8,7 @@ and predictions are derived when they are asked for.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -216,13 +216,27 @@ class Plan(Raw):
     seed: int = 0
 
 
+class TargetNote(Raw):
+    """What `model.identity.identity` says of the target."""
+
+    name: str
+    fingerprint: str
+    weights: str
+    dtype: str
+    hidden_size: AtLeastOne
+    num_layers: AtLeastOne
+    vocab_size: AtLeastOne
+    tokenizer: str
+    template: str | None
+
+
 class Head(Raw):
-    """All that the runs of one bundle have in common. target: `model.identity` of it."""
+    """All that the runs of one bundle have in common."""
 
     kind: Literal["slipstream-bench"]
     version: Literal[1]
     model: str
-    target: dict[str, Any]
+    target: TargetNote
     plan: Plan
     prompts: list[PromptInfo] = Field(min_length=1)
     settings: list[Setting] = Field(min_length=1)

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.bench.bundle import BenchBundle, Run, Setting, Unit
+from slipstream.bench.bundle import BenchBundle, Run, Setting, TargetNote, Unit
 from slipstream.bench.summary import Summary
 from slipstream.core.sequence import first_difference
 from slipstream.core.stats import DraftCounts
@@ -36,9 +36,9 @@ _DEGREES = 4  # of freedom, below which noise is not known well enough
 
 @dataclass(frozen=True)
 class Change:
-    """One cell. of: what was compared, the speed-up over plain decoding or the rate itself; before, after: its
-    geometric means. change: after / before − 1 of paired units, low and high its interval. taus: before and
-    after. other_tokens: answers whose tokens are other ones, of `answers`."""
+    """One cell. of: what was compared, the speed-up over plain decoding or the rate itself; before, after:
+    its geometric means. change: after / before − 1 of paired units, low and high its interval. taus: before
+    and after. other_tokens: answers whose tokens are other ones, of `answers`."""
 
     setting: Setting
     task: str
@@ -118,7 +118,7 @@ class Comparison:
 def compare(after: BenchBundle, before: BenchBundle) -> Comparison:
     """What changed from `before` to `after`. ParameterError where they are of different models, or have no
     cell in common."""
-    notes = _check(after, before)
+    require_same_target(before, after.target)
     now, then = _by_cell(after), _by_cell(before)
     cells = [_Cell(key, now[key], then[key]) for key in now if key in then]
     cells = [cell for cell in cells if cell.units]
@@ -137,18 +137,24 @@ def compare(after: BenchBundle, before: BenchBundle) -> Comparison:
         changes.update(found)
         known = [n for n in (noise.get(batch), scatter) if n is not None]
         noise[batch] = max(known, default=None)
-    return Comparison(tuple(changes[cell.key] for cell in cells), noise, tuple(notes))
+    notes = tuple(_notes(after, before))
+    return Comparison(tuple(changes[cell.key] for cell in cells), noise, notes)
 
 
-def _check(after: BenchBundle, before: BenchBundle) -> list[str]:
+def require_same_target(before: BenchBundle, target: TargetNote) -> None:
+    """ParameterError where a baseline is of another model."""
     for name in ("fingerprint", "weights", "tokenizer"):
-        if after.target.get(name) != before.target.get(name):
+        then, now = getattr(before.target, name), getattr(target, name)
+        if then != now:
             raise ParameterError(
-                f"the baseline is of another model ({before.model}, {name} {before.target.get(name)}; this"
-                f" bench is of {after.model}, {name} {after.target.get(name)}): compare benches of one model"
+                f"the baseline is of another model ({before.model}, {name} {then}; this is {target.name},"
+                f" {name} {now}): compare benches of one model"
             )
+
+
+def _notes(after: BenchBundle, before: BenchBundle) -> list[str]:
     pairs: list[tuple[str, object, object]] = [
-        ("dtype", before.target.get("dtype"), after.target.get("dtype")),
+        ("dtype", before.target.dtype, after.target.dtype),
         ("tokens an answer", before.plan.tokens, after.plan.tokens),
         ("seed", before.plan.seed, after.plan.seed),
     ]

@@ -16,7 +16,7 @@ from slipstream.bench.bundle import PLAIN, Setting
 from slipstream.bench.summary import Cell, Summary
 from slipstream.control.fixed import fixed_spec
 from slipstream.cost.accept import Acceptance, Sample
-from slipstream.cost.bundle import AcceptanceCounts, Bundle
+from slipstream.cost.bundle import AcceptanceCounts, Bundle, MachineInfo
 from slipstream.cost.model import Costs, Prediction, predict
 from slipstream.errors import ParameterError, SlipstreamError
 from slipstream.plan.setup import ALL
@@ -46,31 +46,34 @@ class Compared:
         return None if self.error is None else abs(self.error) <= CLOSE
 
 
-def check_measurement(summary: Summary, measurement: Bundle) -> list[str]:
-    """What is not alike and has to be known. ParameterError where it is of another model."""
-    bundle, machine = summary.bundle, summary.bundle.sessions[-1].machine
-    for name, then, now in (
-        ("model", measurement.model, bundle.model),
-        ("dtype", measurement.dtype, str(bundle.target.get("dtype"))),
-    ):
+def require_same_model(measurement: Bundle, model: str, dtype: str) -> None:
+    """ParameterError where the measurement is of another model."""
+    for name, then, now in (("model", measurement.model, model), ("dtype", measurement.dtype, dtype)):
         if then != now:
             raise ParameterError(
                 f"the measurement is of {name} {then}, this bench of {now}: measure the same one with"
-                f" `slipstream measure --model {bundle.model}`"
+                f" `slipstream measure --model {model}`"
             )
+
+
+def other_place(measurement: Bundle, machine: MachineInfo) -> list[str]:
+    """What of the machine is not alike."""
+    then = measurement.machine
     pairs = (
-        ("machine", measurement.machine.name, machine.name),
-        ("device", measurement.machine.device, machine.device),
-        ("threads", measurement.machine.threads, machine.threads),
+        ("machine", then.name, machine.name),
+        ("device", then.device, machine.device),
+        ("threads", then.threads, machine.threads),
     )
-    return [f"measured with {n} {then}, benched with {now}" for n, then, now in pairs if then != now]
+    return [f"{name} {was} there, {now} here" for name, was, now in pairs if was != now]
 
 
 class Predictor:
     """Predicts cells of one bench from one measurement."""
 
     def __init__(self, summary: Summary, measurement: Bundle) -> None:
-        self.notes = check_measurement(summary, measurement)
+        bundle = summary.bundle
+        require_same_model(measurement, bundle.model, bundle.target.dtype)
+        self.notes = other_place(measurement, bundle.sessions[-1].machine)
         self._summary = summary
         self._measurement = measurement
         self._curve = measurement.step_curve
@@ -180,7 +183,7 @@ class Predictor:
             made = bundle.of(run)
             if made.plain and made.temperature == setting.temperature:
                 answers.update({a.prompt: a.ids for a in run.answers if a.prompt not in answers})
-        target = TargetInfo(int(bundle.target["vocab_size"]), 1 << 20)
+        target = TargetInfo(bundle.target.vocab_size, 1 << 20)
         counts = []
         for i, ids in answers.items():  # a new one for each: here none has learned from others
             drafter = build_drafter(setting.drafter, target)

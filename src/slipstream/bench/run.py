@@ -29,6 +29,7 @@ from slipstream.bench.bundle import (
     SessionNote,
     Setting,
     Steady,
+    TargetNote,
     Unit,
 )
 from slipstream.bench.exact import part
@@ -63,6 +64,9 @@ def check_plan(plan: Plan) -> Plan:
         twice = next((v for v in values if values.count(v) > 1), None)
         if twice is not None:
             raise ParameterError(f"--{name} {twice} is given twice: leave one out")
+    for controller in plan.controllers:
+        for spec in plan.drafters:
+            build_controller(controller, 1, drafter=spec)
     if not plan.drafters:
         raise ParameterError("there is no drafter to measure: give --drafter, see `slipstream drafters`")
     return plan
@@ -133,6 +137,11 @@ def make_settings(plan: Plan, built: Mapping[str, Drafter]) -> list[Setting]:
     return found
 
 
+def target_note(session: Session, name: str) -> TargetNote:
+    """Which target this is; name: what it was loaded as."""
+    return TargetNote(**identity(session.engine.runner.model, session.tokenizer, name))
+
+
 class _Bench:
     """One process's part of a bench."""
 
@@ -161,7 +170,7 @@ class _Bench:
             kind="slipstream-bench",
             version=1,
             model=name,
-            target=identity(session.engine.runner.model, session.tokenizer, name),
+            target=target_note(session, name),
             plan=plan,
             prompts=[
                 PromptInfo(name=p.name, task=p.task, ids=ids) for p, ids in zip(prompts, asked, strict=True)

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli import train
+from slipstream.cli.bench import bench
 from slipstream.cli.config import config
 from slipstream.cli.deploy import deploy
 from slipstream.cli.doctor import doctor
@@ -46,6 +47,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "measure": measure,
     "plan": plan,
+    "bench": bench,
     "export": export,
     "lint": lint,
     "config": config,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cost.accept import Acceptance
 from slipstream.errors import ParameterError
@@ -72,11 +72,17 @@ def new_figure(panels: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, axes[:panels]
 
 
+def _drawn(draw: Callable[[], Figure]) -> Figure:
+    figure = draw()
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
+    return figure
+
+
 def svg(draw: Callable[[], Figure], title: str) -> str:
     """The drawing as an <svg> that can stand in a page; title: what a screen reader says."""
     with _style():
-        figure = draw()
-        figure.tight_layout()
+        figure = _drawn(draw)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
@@ -91,8 +97,7 @@ def svg(draw: Callable[[], Figure], title: str) -> str:
 def png(draw: Callable[[], Figure]) -> bytes:
     """The drawing on white."""
     with _style():
-        figure = draw()
-        figure.tight_layout()
+        figure = _drawn(draw)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
@@ -109,6 +114,20 @@ def even_line(axes: Axes, label: str = "plain decoding") -> None:
         label, (1.0, 1.0), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
         ha="right", fontsize=7,
     )  # fmt: skip
+
+
+def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
+    """One legend for all panels, below them: within a panel it would hide lines."""
+    found: dict[str, Any] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        found.update(zip(labels, handles, strict=True))
+    if not found:
+        return
+    columns = 2 if max(map(len, found)) > 30 else 3
+    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(found) // columns))
+    figure.set_layout_engine("constrained")
+    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns)
 
 
 def whole_numbers(axes: Axes) -> None:
