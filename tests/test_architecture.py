@@ -33,7 +33,7 @@ ALLOWED = {
     "deploy": {"core", "model", "export", "watch"},
     "integrations": LOGIC | {"engine", "api", "export"},
     "api": LOGIC | {"engine"},
-    "testing": LOGIC | {"engine", "api"},
+    "testing": LOGIC | {"engine", "api", "bench"},
     "serve": LOGIC | {"engine", "api"},
     "plan": LOGIC | {"engine", "api", "prompts"},
     "bench": LOGIC

@@ -74,7 +74,7 @@ def _planned(summary: Summary, predictor: Predictor) -> Figure:
     reached, lines = [], []
     for batch, temperature in summary.conditions:
         cells = [c for c in summary.at(batch, temperature) if not c.setting.controller]
-        drafting = [c for c in cells if c.setting.drafter != USELESS]
+        drafting = [c for c in cells if not _is_useless(c)]
         planned: list[tuple[float, Cell]] = []
         for cell in drafting:
             try:
@@ -123,8 +123,12 @@ def _controlled(summary: Summary, useless: bool) -> list[Cell]:
         for c in summary.totals
         if c.setting.controller
         and parse_spec(c.setting.controller)[0] == Goodput.name
-        and (c.setting.drafter == USELESS) == useless
+        and _is_useless(c) == useless
     ]
+
+
+def _is_useless(cell: Cell) -> bool:
+    return parse_spec(cell.setting.drafter)[0] == USELESS
 
 
 def _fixed_beside(summary: Summary, cell: Cell, task: str) -> list[Cell]:

@@ -39,6 +39,7 @@ from slipstream.control.fixed import fixed_spec, tree_nodes
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import Sequence as Row
+from slipstream.core.spec import parse_spec
 from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.drafters import build_drafter, configure
 from slipstream.drafters.draft_model import ModelDrafter
@@ -122,14 +123,16 @@ def make_units(plan: Plan, tasks: Sequence[str]) -> list[Unit]:
 
 def make_settings(plan: Plan, built: Mapping[str, Drafter]) -> list[Setting]:
     """Plain decoding, then every drafter at every length and with every controller, for each batch size and
-    temperature."""
+    temperature. A drafter whose options say its length has that one."""
     found = []
     for batch in sorted(set(plan.batches)):
         for temperature in sorted(set(plan.temperatures)):
             here = Setting(drafter=PLAIN, batch=batch, temperature=temperature)
             found.append(here)
             for spec, drafter in built.items():
-                for depth in sorted(set(plan.lengths)) or [drafter.num_speculative_tokens]:
+                own = "num_speculative_tokens" in parse_spec(spec)[1]
+                lengths = [] if own else sorted(set(plan.lengths))
+                for depth in lengths or [drafter.num_speculative_tokens]:
                     size = {"depth": depth, "nodes": tree_nodes(drafter, depth)}
                     found.append(here.model_copy(update={"drafter": spec, **size}))
                 for controller in plan.controllers:
