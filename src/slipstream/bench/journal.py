@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from slipstream.bench.bundle import BenchBundle, DrafterNote, Head, Run, SessionNote
 from slipstream.errors import ParameterError
 from slipstream.model import disk
+from slipstream.model.store import write_atomic
 
 _MORE = ("rounds",)  # of a plan: what may change between two runs of one bench
 
@@ -18,6 +19,14 @@ _MORE = ("rounds",)  # of a plan: what may change between two runs of one bench
 def journal_of(out: Path) -> Path:
     """Beside the bundle; it is gone when the bundle is complete."""
     return out.with_name(f"{out.name}.partial")
+
+
+def keep_bundle(out: Path, bundle: BenchBundle) -> None:
+    """The bundle as a file, whole or not at all; what is complete needs no journal any more."""
+    with disk.writing(out):
+        write_atomic(out, bundle.model_dump_json(indent=1) + "\n")
+        if bundle.complete:
+            journal_of(out).unlink(missing_ok=True)
 
 
 class Journal:
@@ -127,8 +136,3 @@ class Journal:
             sessions=self.sessions,
             runs=[self.runs[key] for key in sorted(self.runs)],
         )
-
-    def close(self) -> None:
-        """The bundle is written: what is complete needs no journal."""
-        if self.path is not None and self.complete:
-            self.path.unlink(missing_ok=True)

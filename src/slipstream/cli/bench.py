@@ -39,8 +39,8 @@ def bench(
     length: Annotated[
         str,
         typer.Option(
-            help="Drafted tokens a step, such as 2,4,7, of drafters whose options do not say it. Default: each"
-            " drafter's own."
+            help="Drafted tokens a step, such as 2,4,7; a drafter whose options say num_speculative_tokens"
+            " has that. Default: each drafter's own."
         ),
     ] = "",
     controller: Annotated[
@@ -131,7 +131,9 @@ def bench(
     asked = choose(prompts, task or [], limit)
     load: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     found = _measure(model, plan, asked, out, minutes, threads, load, measured, before)
-    write(out, found.model_dump_json(indent=1) + "\n")
+    from slipstream.bench.journal import keep_bundle
+
+    keep_bundle(out, found)
     typer.echo(f"kept in {out}", err=True)
     _tell(found, measured, before, html, json_)
 

@@ -70,19 +70,26 @@ def fake_bench(
                 Unit(task=task, batch=batch, temperature=0.0, prompts=filled[i : i + batch])
                 for i in range(0, len(filled), batch)
             ]
+    modelled = {
+        (s, u): _Model(
+            setting,
+            unit,
+            rates[setting.drafter][unit.task] if setting.drafter in rates else (),
+            step,
+            prices.get(setting.drafter, 0.0),
+            overhead,
+            tokens,
+        )
+        for s, setting in enumerate(settings)
+        for u, unit in enumerate(units)
+        if setting.batch == unit.batch
+    }
     rng = np.random.default_rng(seed)
     runs = []
     for round_ in range(rounds):
-        for u, unit in enumerate(units):
-            for s, setting in enumerate(settings):
-                if setting.batch != unit.batch:
-                    continue
-                law = rates[setting.drafter][unit.task] if not setting.plain else ()
-                model_run = _Model(
-                    setting, unit, law, step, prices.get(setting.drafter, 0.0), overhead, tokens
-                )
-                factor = slower(setting, unit.task) * float(np.exp(noise * rng.standard_normal()))
-                runs.append(model_run.run(s, u, round_, factor))
+        for (s, u), found in modelled.items():
+            factor = slower(settings[s], units[u].task) * float(np.exp(noise * rng.standard_normal()))
+            runs.append(found.run(s, u, round_, factor))
     return BenchBundle(
         kind="slipstream-bench",
         version=1,
