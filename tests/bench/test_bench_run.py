@@ -17,7 +17,8 @@ from slipstream import SamplingParams
 from slipstream.bench import run as module
 from slipstream.bench.bundle import BenchBundle, Plan, read_bench
 from slipstream.bench.journal import Journal, journal_of, keep_bundle
-from slipstream.bench.run import bench, make_units
+from slipstream.bench.plan import make_units
+from slipstream.bench.run import bench
 from slipstream.bench.summary import Summary
 from slipstream.cli import main
 from slipstream.engine.session import Session
@@ -112,7 +113,7 @@ def test_sampled_answers_keep_their_seeds(session: Session) -> None:
 
 
 def test_a_drafter_that_learns_knows_nothing_of_other_units(session: Session) -> None:
-    twice = [PROMPTS[0], PROMPTS[0].__class__(PROMPTS[0].messages, "", "edit", "again")]
+    twice = [PROMPTS[0], Row(PROMPTS[0].messages, "", "edit", "again")]
     plan = Plan(drafters=["suffix"], lengths=[3], rounds=2, tokens=14)
     found = bench(session, "tiny", plan, twice)
     counts = {a.counts.model_dump_json() for r in found.runs if not found.of(r).plain for a in r.answers}
@@ -123,7 +124,9 @@ def test_the_order_rotates_and_units_take_turns() -> None:
     plan = Plan(drafters=["ngram"], batches=[1, 2])
     units = make_units(plan, ["a", "a", "a", "b"])
     assert [(u.batch, u.task, u.prompts) for u in units] == [
-        (1, "a", [0]), (1, "b", [3]), (2, "a", [0, 1]), (2, "b", [3, 3]), (1, "a", [1]), (2, "a", [2, 0]), (1, "a", [2]),
+        (1, "a", [0]), (1, "b", [3]), (2, "a", [0, 1]), (2, "b", [3, 3]),
+        (1, "a", [1]), (2, "a", [2, 0]),
+        (1, "a", [2]),
     ]  # fmt: skip
 
 
@@ -190,9 +193,7 @@ def test_time_that_is_over(session: Session, tmp_path: Path, monkeypatch: pytest
     found = bench(session, "tiny", PLAN, PROMPTS, minutes=3, progress=silent)
     assert not found.complete and 0 < len(found.runs) < 50
     assert notes == ["the time is over: the same command goes on from here"]
-    assert all(len(runs) == 5 for runs in Counter((r.round, r.unit) for r in found.runs).values()) or {
-        n for n in Counter((r.round, r.unit) for r in found.runs).values()
-    } == {5}
+    assert set(Counter((r.round, r.unit) for r in found.runs).values()) == {5}  # what was begun is whole
 
 
 @pytest.mark.parametrize(
@@ -249,16 +250,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 OPTIONS = (
-    "--prompts",
-    "p.jsonl",
-    "--tokens",
-    "10",
-    "--rounds",
-    "2",
-    "--length",
-    "2",
-    "--drafter",
-    "ngram:min_n=1",
+    *("--prompts", "p.jsonl", "--tokens", "10", "--rounds", "2", "--length", "2"),
+    *("--drafter", "ngram:min_n=1"),
 )
 
 
@@ -334,7 +327,7 @@ def test_mistakes_are_one_line_and_exit_status_two(here: Path, arguments: list[s
     (here / "empty.txt").touch()
     got = run(*arguments)
     assert got.exit_code == 2 and got.stdout == "", got.stderr
-    assert words in got.stderr.splitlines()[-1] and "Traceback" not in got.stderr
+    assert words in got.stderr and got.stderr.count("\n") == 1
 
 
 def test_another_models_baseline_is_refused_before_anything_is_measured(
@@ -352,34 +345,17 @@ def test_the_sweep_measures_predicts_and_prints_its_figures(
 ) -> None:
     monkeypatch.setattr(measuring, "bandwidth", lambda device: bandwidth(device, 1 << 16))
     monkeypatch.setattr(measuring, "matrix_rate", lambda device, dtype: matrix_rate(device, dtype, 32))
-    arguments = [
-        "--target",
-        str(folder),
-        "--drafter",
-        "ngram:min_n=1",
-        "--dtype",
-        "float32",
-        "--prompts",
-        "p.jsonl",
-    ]
-    arguments += [
-        "--lengths",
-        "1,2",
-        "--batches",
-        "1,2",
-        "--rounds",
-        "1",
-        "--max-tokens",
-        "12",
-        "--limit",
-        "1",
-    ]
-    arguments += ["--threads", "1", "--measurement", "m.json", "--out", "s.json", "--html", "s.html"]
+    options = {
+        "--target": folder, "--drafter": "ngram:min_n=1", "--dtype": "float32", "--prompts": "p.jsonl",
+        "--lengths": "1,2", "--batches": "1,2", "--rounds": 1, "--max-tokens": 16, "--limit": 1,
+        "--threads": 1, "--measurement": "m.json", "--out": "s.json", "--html": "s.html",
+    }  # fmt: skip
+    arguments = [str(part) for pair in options.items() for part in pair]
     sweep.main(arguments)
     told = capsys.readouterr().out
     for words in (
         "predicted within 10% of measured for 90% of at least 40 cells: not measured; ",
-        "of 10 cells",
+        " cells (",
         "the planned setting reaches 95% of the sweep's best at every batch size: ",
         "batch 2: planned ",
         "goodput reaches 97% of the best fixed length of each task: ",
@@ -389,7 +365,7 @@ def test_the_sweep_measures_predicts_and_prints_its_figures(
         assert words in told, told
     found = read_bench(here / "s.json")
     useless = [c for c in Summary(found).totals if "useless" in c.setting.drafter]
-    assert useless and all(c.counts.accepted_tokens == 0 and c.counts.draft_tokens for c in useless[:1])
+    assert useless and all(c.counts.acceptance_rate < 0.1 for c in useless)
     assert (here / "s.html").exists()
     sweep.main([*arguments, "--report", "--json"])
     assert json.loads(capsys.readouterr().out)["exact"]

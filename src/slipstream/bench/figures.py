@@ -44,6 +44,7 @@ def figures(summary: Summary, predictor: Predictor | None) -> list[Figure]:
 
 def _close(compared: Sequence[Compared]) -> Figure:
     claim = f"predicted within {CLOSE:.0%} of measured for {SHARE:.0%} of at least {CELLS} cells"
+    compared = [c for c in compared if not _is_useless(c.cell)]  # of which all is known beforehand
     known = [c for c in compared if c.close is not None]
     if not known:
         why = next((c.why for c in compared if c.why), "no cell has steady steps")

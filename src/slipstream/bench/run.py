@@ -8,15 +8,13 @@ taught it. Nothing of the warm-up is timed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from itertools import zip_longest
 from pathlib import Path
 
 from slipstream.bench.bundle import (
-    PLAIN,
     Answer,
     BenchBundle,
     Counts,
@@ -30,18 +28,17 @@ from slipstream.bench.bundle import (
     Setting,
     Steady,
     TargetNote,
-    Unit,
 )
 from slipstream.bench.exact import part
 from slipstream.bench.journal import Journal
+from slipstream.bench.plan import check_plan, make_settings, make_units
 from slipstream.control import build_controller
-from slipstream.control.fixed import fixed_spec, tree_nodes
+from slipstream.control.fixed import fixed_spec
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import Sequence as Row
-from slipstream.core.spec import parse_spec
 from slipstream.core.stats import DraftCounts, Seconds
-from slipstream.drafters import build_drafter, configure
+from slipstream.drafters import build_drafter
 from slipstream.drafters.draft_model import ModelDrafter
 from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Session
@@ -53,24 +50,6 @@ from slipstream.prompts.rows import Row as Prompt
 
 _WARM = 2  # passes of a row that are not steady: a drafter reads the prompt in the first
 _WARM_TOKENS = 8
-
-
-def check_plan(plan: Plan) -> Plan:
-    """With every drafter and controller known, so that a mistyped one is told before anything is loaded."""
-    for spec in plan.drafters:
-        if spec.strip() == PLAIN:
-            raise ParameterError("plain decoding is always measured: leave out --drafter none")
-        configure(spec)
-    for name, values in (("drafter", plan.drafters), ("controller", plan.controllers)):
-        twice = next((v for v in values if values.count(v) > 1), None)
-        if twice is not None:
-            raise ParameterError(f"--{name} {twice} is given twice: leave one out")
-    for controller in plan.controllers:
-        for spec in plan.drafters:
-            build_controller(controller, 1, drafter=spec)
-    if not plan.drafters:
-        raise ParameterError("there is no drafter to measure: give --drafter, see `slipstream drafters`")
-    return plan
 
 
 def bench(
@@ -101,43 +80,6 @@ def bench(
             f" max_rows={max(plan.batches)}"
         )
     return _Bench(session, name, plan, prompts, keep, progress or Silent()).run(minutes, command)
-
-
-def make_units(plan: Plan, tasks: Sequence[str]) -> list[Unit]:
-    """tasks: of each prompt. Batches, temperatures and tasks take turns, so that a run that ends early has
-    something of each."""
-    by_task: dict[str, list[int]] = {}
-    for i, task in enumerate(tasks):
-        by_task.setdefault(task, []).append(i)
-    columns = []
-    for batch in sorted(set(plan.batches)):
-        for temperature in sorted(set(plan.temperatures)):
-            for task, places in by_task.items():
-                filled = [places[i % len(places)] for i in range(-(-len(places) // batch) * batch)]
-                groups = [filled[i : i + batch] for i in range(0, len(filled), batch)]
-                columns.append(
-                    [Unit(task=task, batch=batch, temperature=temperature, prompts=g) for g in groups]
-                )
-    return [unit for line in zip_longest(*columns) for unit in line if unit is not None]
-
-
-def make_settings(plan: Plan, built: Mapping[str, Drafter]) -> list[Setting]:
-    """Plain decoding, then every drafter at every length and with every controller, for each batch size and
-    temperature. A drafter whose options say its length has that one."""
-    found = []
-    for batch in sorted(set(plan.batches)):
-        for temperature in sorted(set(plan.temperatures)):
-            here = Setting(drafter=PLAIN, batch=batch, temperature=temperature)
-            found.append(here)
-            for spec, drafter in built.items():
-                own = "num_speculative_tokens" in parse_spec(spec)[1]
-                lengths = [] if own else sorted(set(plan.lengths))
-                for depth in lengths or [drafter.num_speculative_tokens]:
-                    size = {"depth": depth, "nodes": tree_nodes(drafter, depth)}
-                    found.append(here.model_copy(update={"drafter": spec, **size}))
-                for controller in plan.controllers:
-                    found.append(here.model_copy(update={"drafter": spec, "controller": controller}))
-    return found
 
 
 def target_note(session: Session, name: str) -> TargetNote:

@@ -152,10 +152,8 @@ def _plan(
     rounds: int, seed: int,
 ) -> Plan:  # fmt: skip
     from slipstream.bench.bundle import Plan
-    from slipstream.drafters import check_spec
+    from slipstream.bench.plan import check_plan
 
-    for spec in drafters:  # a mistyped one is told before torch is imported
-        check_spec(spec)
     for name, value in (("tokens", tokens), ("rounds", rounds)):
         if value < 1:
             raise ParameterError(f"--{name} must be at least 1, not {value}")
@@ -165,7 +163,7 @@ def _plan(
             raise ParameterError(f"--{name} must be whole numbers from 1 on, not {values[0]}")
     if not batches:
         raise ParameterError("there is no batch size: give --batch 1,4,8")
-    return Plan(
+    plan = Plan(
         drafters=drafters,
         lengths=list(lengths),
         controllers=controllers,
@@ -175,6 +173,7 @@ def _plan(
         rounds=rounds,
         seed=seed,
     )
+    return check_plan(plan)  # before torch is imported
 
 
 def _temperatures(text: str) -> list[float]:
@@ -216,9 +215,8 @@ def _measure(
         from slipstream.bench.compare import require_same_target
         from slipstream.bench.journal import journal_of
         from slipstream.bench.predict import require_same_model
-        from slipstream.bench.run import bench, check_plan, target_note
+        from slipstream.bench.run import bench, target_note
 
-        check_plan(plan)
         if threads is not None:
             torch.set_num_threads(threads)
         with slipstream.load(model, max_rows=max(plan.batches), progress=drawn, **load) as session:
