@@ -1,6 +1,6 @@
 """Two bundles: what changed beyond noise.
 
-Paired by cell and unit of prompts. Of a setting the logarithm of its decoding rate over plain decoding's in
+Paired by cell and by what was asked. Of a setting the logarithm of its decoding rate over plain decoding's in
 the same round is compared, so that a machine which is faster today changes nothing; of plain decoding, the
 logarithm of its rate. A model with an effect of each unit and one of the cell between the bundles is fitted
 to these by least squares; what is left over is the noise, pooled over the cells of one batch size. Intervals
@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.bench.bundle import BenchBundle, Run, Setting, TargetNote, Unit
+from slipstream.bench.bundle import BenchBundle, Run, Setting, TargetNote
 from slipstream.bench.summary import Summary
 from slipstream.core.sequence import first_difference
 from slipstream.core.stats import DraftCounts
@@ -108,10 +108,12 @@ class Comparison:
         if drafts:
             said.append(f"What is accepted changed in {len(drafts)} cells.")
         unclear = [c for c in self.changes if c.verdict == "unclear"]
-        if unclear:
-            known = any(v is not None for v in self.noise.values())
-            why = "busy machine: repeats scatter too much" if known else "too few rounds to know the noise"
-            said.append(f"Of {len(unclear)} cells it cannot be told ({why}).")
+        for why, found in (
+            ("too few rounds to know the noise", [c for c in unclear if math.isinf(c.high)]),
+            ("busy machine: repeats scatter too much", [c for c in unclear if math.isfinite(c.high)]),
+        ):
+            if found:
+                said.append(f"Of {len(found)} cells it cannot be told ({why}).")
         return " ".join(said)
 
 
@@ -174,7 +176,8 @@ def _notes(after: BenchBundle, before: BenchBundle) -> list[str]:
 # -- pairing ----------------------------------------------------------------------------------------
 
 _Key = tuple[Setting, str]
-_Units = dict[tuple[str, ...], list[tuple[float, Run]]]  # names of a unit's prompts -> values of its rounds
+_Asked = tuple[tuple[int, ...], ...]  # the tokens of a unit's prompts
+_Units = dict[_Asked, list[tuple[float, Run]]]  # values of its rounds
 
 
 def _by_cell(bundle: BenchBundle) -> dict[_Key, _Units]:
@@ -189,12 +192,9 @@ def _by_cell(bundle: BenchBundle) -> dict[_Key, _Units]:
         if not setting.plain:
             value -= math.log(beside.tokens / beside.decoding)
         units = found.setdefault((setting, unit.task), {})
-        units.setdefault(_names(bundle, unit), []).append((value, run))
+        asked = tuple(tuple(bundle.prompts[i].ids) for i in unit.prompts)
+        units.setdefault(asked, []).append((value, run))
     return found
-
-
-def _names(bundle: BenchBundle, unit: Unit) -> tuple[str, ...]:
-    return tuple(bundle.prompts[i].name for i in unit.prompts)
 
 
 class _Cell:

@@ -74,13 +74,11 @@ class Journal:
 
     def _same(self, then: Head) -> None:
         before, now = then.model_dump(), self.head.model_dump()
-        for name in _MORE:
-            before["plan"].pop(name), now["plan"].pop(name)
-        places = [("plan", k) for k in now["plan"]] + [("target", k) for k in now["target"]]
+        places = [("plan", k) for k in now["plan"] if k not in _MORE]
+        places += [("target", k) for k in now["target"]]
         for place, key in places:
-            was, is_ = before[place].get(key), now[place].get(key)
-            if was != is_:
-                raise self._other(f"{key} {was!r}, now it is {is_!r}")
+            if before[place][key] != now[place][key]:
+                raise self._other(f"{key} {before[place][key]!r}, now it is {now[place][key]!r}")
         for name in ("prompts", "settings", "units"):
             if before[name] != now[name]:
                 raise self._other(f"other {name}")

@@ -126,6 +126,7 @@ class _Bench:
         self._head = head
         self._journal = Journal(keep, head)
         self._warmed: set[tuple[str, int]] = set()
+        self._place = 0  # this process's, among the sessions
 
     def run(self, minutes: float | None, command: Sequence[str]) -> BenchBundle:
         began, took = time.monotonic(), dict[int, float]()
@@ -183,9 +184,8 @@ class _Bench:
     def _compare(self, round_: int, unit: int) -> None:
         """Tell at once where a setting's tokens are not plain decoding's."""
         runs = [r for (n, u, _), r in self._journal.runs.items() if (n, u) == (round_, unit)]
-        plain = next((r for r in runs if self._head.settings[r.setting].plain), None)
-        for run in runs if plain is not None else ():
-            assert plain is not None
+        plain = next(r for r in runs if self._head.settings[r.setting].plain)
+        for run in runs:
             setting = self._head.settings[run.setting]
             for found in part(setting, self._head.prompts, run, plain):
                 self._progress.note(str(found))
