@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,7 @@ def test_replay_counts_what_the_bundle_has_not() -> None:
     ]
     predictor = Predictor(Summary(bundle.model_copy(update={"runs": plain})), curve())
     found = predictor.predict(Setting(drafter="ngram", depth=3, nodes=3), "code")
-    assert 3 < found.tau < 4  # the text repeats itself, and an answer's last draft is cut
+    assert 2.5 < found.tau < 4  # the text repeats itself after a first time
 
 
 # -- figures ----------------------------------------------------------------------------------------
@@ -347,8 +348,8 @@ def test_a_bundle_is_the_same_after_a_file(before: BenchBundle, tmp_path: Path) 
         (lambda v: v["units"][0].update(prompts=[77]), "there is no prompt 77"),
         (lambda v: v["runs"][1].update(seconds=-1), "runs.1.seconds: Input should be greater than 0"),
         (
-            lambda v: v["runs"][1]["answers"][0]["counts"].update(accepted_at=[10**6] * 2),
-            "runs.1: acceptance counts at position 1 must hold",
+            lambda v: v["runs"][9]["answers"][0]["counts"].update(accepted_at=[10**6] * 2),
+            "runs.9: acceptance counts at position 1 must hold",
         ),
         (lambda v: v.update(runs=[r for r in v["runs"] if r["setting"]]), "plain decoding is not among them"),
     ],
@@ -378,7 +379,7 @@ def test_the_report_shows_it_all(before: BenchBundle) -> None:
     for words in ("Against the baseline", "Predicted and measured", "What is accepted", "Batch 1", "goodput"):
         assert words in page
     assert "http" not in page.replace("http://www.w3.org", "") and "<script" not in page
-    assert "faster" in page and "nan" not in page
+    assert "faster" in page and not re.search(r"\bnan\b", page)
 
 
 def test_other_tokens_are_told_and_make_it_broken(before: BenchBundle) -> None:

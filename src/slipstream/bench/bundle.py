@@ -254,6 +254,9 @@ class BenchBundle(Head):
 
     @model_validator(mode="after")
     def _everything_named_is_there(self) -> BenchBundle:
+        for i, unit in enumerate(self.units):
+            if max(unit.prompts) >= len(self.prompts):
+                raise ValueError(f"units.{i}: there is no prompt {max(unit.prompts)}")
         places = {"setting": self.settings, "unit": self.units, "session": self.sessions}
         for i, run in enumerate(self.runs):
             for name, known in places.items():
@@ -261,9 +264,6 @@ class BenchBundle(Head):
                     raise ValueError(f"runs.{i}: there is no {name} {getattr(run, name)}")
             if [a.prompt for a in run.answers] != self.units[run.unit].prompts:
                 raise ValueError(f"runs.{i}: its answers are not to the prompts of unit {run.unit}")
-        for i, unit in enumerate(self.units):
-            if max(unit.prompts) >= len(self.prompts):
-                raise ValueError(f"units.{i}: there is no prompt {max(unit.prompts)}")
         if not any(self.settings[run.setting].plain for run in self.runs):
             raise ValueError("runs: plain decoding is not among them, so nothing can be compared with it")
         return self
