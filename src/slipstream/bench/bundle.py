@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from slipstream.core.spec import parse_spec
 from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.cost.accept import Acceptance
 from slipstream.cost.bundle import (
@@ -28,6 +29,7 @@ from slipstream.errors import ParameterError
 
 VERSION = 1
 PLAIN = "none"
+_CURVES = ("curve", "drafter")  # options of a controller that say where its numbers come from
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -62,7 +64,9 @@ class Setting(Raw):
         if self.plain:
             return ""
         if self.controller:
-            return self.controller.partition(":")[0]
+            name, values = parse_spec(self.controller)
+            told = [f"{key}={value}" for key, value in values.items() if key not in _CURVES]
+            return " ".join([name, *told])
         return f"{self.depth} of {self.nodes}" if self.tree else str(self.depth)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.bench.bundle import Setting
@@ -50,14 +51,14 @@ def drawings(summary: Summary, compared: Sequence[Compared] | None) -> list[Draw
                 f"Speed-up by task, {where}",
                 "Whole requests against plain decoding beside them, with the 95 % interval; dotted: a"
                 " controller decides how much. Below the line, drafting is slower.",
-                lambda b=batch, t=temperature: speedups(summary, b, t),  # type: ignore[misc]
+                partial(speedups, summary, batch, temperature),
             )
         )
         found.append(
             (
                 f"Where the time goes, {where}",
                 "Milliseconds a token, all rows together, of all tasks.",
-                lambda c=cells: split(c),  # type: ignore[misc]
+                partial(split, cells),
             )
         )
     if any(cell.acceptance.depth for cell in summary.totals):
@@ -66,14 +67,14 @@ def drawings(summary: Summary, compared: Sequence[Compared] | None) -> list[Draw
                 "What is accepted",
                 "Share of drafted tokens accepted at each position, counting only drafts that got that far."
                 " Of the longest drafts.",
-                lambda: acceptance(summary),
+                partial(acceptance, summary),
             )
         )
         found.append(
             (
                 "Tokens a target pass",
                 "τ, the bonus token included; plain decoding has 1.",
-                lambda: taus(summary),
+                partial(taus, summary),
             )
         )
     if compared and any(c.close is not None for c in compared):
@@ -81,7 +82,7 @@ def drawings(summary: Summary, compared: Sequence[Compared] | None) -> list[Draw
             (
                 "Predicted and measured",
                 f"A point is a drafter, a length and a task; the band is ±{CLOSE:.0%}.",
-                lambda: prediction(compared),
+                partial(prediction, compared),
             )
         )
     return found

@@ -138,12 +138,16 @@ class _Bench:
                 batch, now = self._head.units[unit].batch, time.monotonic() - began
                 if minutes is not None and now + took.get(batch, 0.0) > 60 * minutes:
                     continue
-                self._say(i, len(todo), round_, unit, len(settings))
+                rest = [took.get(self._head.units[u].batch) for _, u, _ in todo[i:]]
+                self._say(f"{i + 1} of {len(todo)}", rest, round_, unit, len(settings))
                 for done, setting in enumerate(settings):
                     self._progress.at(done)
                     self._one(round_, unit, setting)
                 took[batch] = time.monotonic() - began - now
                 self._compare(round_, unit)
+        except KeyboardInterrupt:
+            self._progress.note("stopped: the same command goes on from here")
+            raise
         finally:
             self._session.engine.abandon()
             self._session.engine.set_drafter(None)
@@ -175,11 +179,14 @@ class _Bench:
             machine=this_machine(self._session.engine.runner.device),
         )
 
-    def _say(self, i: int, of: int, round_: int, unit: int, settings: int) -> None:
+    def _say(self, at: str, rest: list[float | None], round_: int, unit: int, settings: int) -> None:
+        """rest: seconds that each unit still to come will probably take, None: not known."""
         told = self._head.units[unit]
         warm = f", temperature {told.temperature:g}" if told.temperature else ""
         where = f"round {round_ + 1} of {self._head.plan.rounds}, batch {told.batch}{warm}, {told.task}"
-        self._progress.stage(f"{i + 1} of {of}: {where}", settings, "runs")
+        known = [seconds for seconds in rest if seconds is not None]
+        left = f", about {sum(known) / 60:.0f} minutes left" if len(known) == len(rest) else ""
+        self._progress.stage(f"{at}: {where}{left}", settings, "runs")
 
     def _compare(self, round_: int, unit: int) -> None:
         """Tell at once where a setting's tokens are not plain decoding's."""
