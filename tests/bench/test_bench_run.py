@@ -190,7 +190,8 @@ def test_time_that_is_over(session: Session, tmp_path: Path, monkeypatch: pytest
     notes: list[str] = []
     silent = module.Silent()
     monkeypatch.setattr(silent, "note", notes.append, raising=False)
-    found = bench(session, "tiny", PLAN, PROMPTS, minutes=3, progress=silent)
+    keep = tmp_path / "b.partial"
+    found = bench(session, "tiny", PLAN, PROMPTS, keep=keep, minutes=3, progress=silent)
     assert not found.complete and 0 < len(found.runs) < 50
     assert notes == ["the time is over: the same command goes on from here"]
     assert set(Counter((r.round, r.unit) for r in found.runs).values()) == {5}  # what was begun is whole

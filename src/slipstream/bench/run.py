@@ -146,7 +146,7 @@ class _Bench:
                 took[batch] = time.monotonic() - began - now
                 self._compare(round_, unit)
         except KeyboardInterrupt:
-            self._progress.note("stopped: the same command goes on from here")
+            self._progress.note(f"stopped{self._onward}")
             raise
         finally:
             self._session.engine.abandon()
@@ -154,8 +154,12 @@ class _Bench:
             for drafter in self._built.values():
                 drafter.shutdown()
         if not self._journal.complete:
-            self._progress.note("the time is over: the same command goes on from here")
+            self._progress.note(f"the time is over{self._onward}")
         return self._journal.bundle()
+
+    @property
+    def _onward(self) -> str:
+        return ": the same command goes on from here" if self._journal.path is not None else ""
 
     def _todo(self) -> Iterator[tuple[int, int, list[int]]]:
         """(round, unit, settings) that are not measured yet. A unit that a killed process has left half
