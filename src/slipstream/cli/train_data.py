@@ -77,9 +77,8 @@ def data(
         list[str],
         typer.Option(
             "--prompts",
-            help="A .jsonl file (messages, conversations, turns, prompt or question), a text file with a prompt"
-            " a line, a"
-            " folder of these, or hf:NAME of a Hugging Face data set; may be repeated.",
+            help="A .jsonl file (messages, conversations, turns, prompt or question), a text file with a"
+            " prompt a line, a folder of these, or hf:NAME of a Hugging Face data set; may be repeated.",
             show_default=False,
         ),
     ],
