@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common import Clock, Log, Row, by_prompt, rate, ratios, same_ids, spread, whole
+from slipstream.core.sequence import first_difference
 from slipstream.core.stats import DraftCounts, SourceCounts
 from slipstream.model.progress import size
 
@@ -245,9 +246,8 @@ class Report:
         plain = by_prompt(self.rows(PLAIN))
         told = []
         for key, row in by_prompt(self.rows(name)).items():
-            if key in plain and row["ids"] != plain[key]["ids"]:
-                pairs = enumerate(zip(row["ids"], plain[key]["ids"], strict=False))
-                at = next((i for i, (a, b) in pairs if a != b), min(row["tokens"], plain[key]["tokens"]))
+            at = first_difference(row["ids"], plain[key]["ids"]) if key in plain else None
+            if at is not None:
                 told.append(f"on {key[0]} from token {at}")
         return told
 

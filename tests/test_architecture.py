@@ -17,6 +17,7 @@ LOGIC = {"core", "logits", "verify", "model", "drafters", "control", "cost", "he
 # A package may import itself, BASE, and these.
 ALLOWED = {
     "core": set(),
+    "prompts": set(),
     "logits": {"core"},
     "verify": {"core", "logits"},
     "model": {"core"},
@@ -26,17 +27,18 @@ ALLOWED = {
     # A drafter that samples draws from the very law its q tells, so drafters see the warps, no more.
     "drafters": {"core", "model", "heads", "logits.warp"},
     "engine": LOGIC,
-    "train": LOGIC | {"engine", "api"},  # the target's answers come out of the engine
+    "train": LOGIC | {"engine", "api", "prompts"},  # the target's answers come out of the engine
     "export": {"core", "model", "heads"},
     "watch": {"core", "model", "export"},
     "deploy": {"core", "model", "export", "watch"},
     "integrations": LOGIC | {"engine", "api", "export"},
     "api": LOGIC | {"engine"},
-    "testing": LOGIC | {"engine", "api"},
+    "testing": LOGIC | {"engine", "api", "bench"},
     "serve": LOGIC | {"engine", "api"},
-    "bench": LOGIC | {"engine", "api"},
-    "plan": LOGIC | {"engine", "api"},
-    "proof": LOGIC | {"engine", "api", "plan"},
+    "plan": LOGIC | {"engine", "api", "prompts"},
+    "bench": LOGIC
+    | {"engine", "api", "prompts", "plan"},  # what was predicted stands beside what was measured
+    "proof": LOGIC | {"engine", "api", "plan", "prompts"},
 }
 TORCH_FREE = (
     *(f"core/{name}.py" for name in ("fault", "sequence", "stats", "text", "tree")),

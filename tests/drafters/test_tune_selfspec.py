@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 import slipstream
 from slipstream.cli.main import build_app
-from slipstream.cli.tune import _question
 from slipstream.core.draft import Budget, DraftRequest
 from slipstream.core.params import SamplingParams
 from slipstream.drafters._skip_search import Measure, Step, Text, best_plan, predict, search
@@ -20,10 +19,11 @@ from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.none import NoConfig, NoDrafter
 from slipstream.drafters.selfspec import SelfSpecConfig, SelfSpecDrafter
 from slipstream.engine.engine import Engine
+from slipstream.engine.inputs import question_ids
 from slipstream.model.runner import Runner
 from slipstream.model.skip import SkipSet
+from slipstream.prompts.rows import read_rows
 from slipstream.testing.tiny import EOS_ID, save_tiny, tiny_model, tiny_tokenizer
-from slipstream.train.rows import read_rows
 
 VOCAB, DEPTH = 40, 4
 IDLE = SkipSet.parse("a1+m2")
@@ -160,7 +160,7 @@ def test_a_row_is_asked_as_serving_would(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path.write_text('{"prompt": "a"}\n' + json.dumps({"messages": turns}))
     tokenizer = tiny_tokenizer()
-    asked = [_question(tokenizer, row) for row in read_rows([str(path)])]
+    asked = [question_ids(tokenizer, row.asked) for row in read_rows([str(path)])]
     assert asked[0] == asked[1] == list(b"<user>a") + [EOS_ID] + list(b"<assistant>")
     tokenizer.chat_template = None
-    assert _question(tokenizer, read_rows([str(path)])[0]) == list(b"a")
+    assert question_ids(tokenizer, read_rows([str(path)])[0].asked) == list(b"a")

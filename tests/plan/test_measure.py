@@ -19,9 +19,9 @@ from slipstream.errors import ParameterError
 from slipstream.plan import measure as module
 from slipstream.plan.advise import advise
 from slipstream.plan.measure import Plan, measure, step_seconds
-from slipstream.plan.prompts import read_prompts
 from slipstream.plan.rates import bandwidth, int8_rate, matrix_rate
 from slipstream.plan.setup import measured
+from slipstream.prompts.rows import read_prompts
 from slipstream.testing.quantised import every_size, lacks_int8
 from slipstream.testing.tiny import save_tiny
 
@@ -75,7 +75,7 @@ def test_counts_are_those_of_the_engine(session: Session, bundle: Bundle, drafte
         counted = [a for a in bundle.acceptance if a.drafter == name]
         assert [a.task for a in counted] == [p.task for p in PROMPTS]
         for prompt, told in zip(PROMPTS, counted, strict=True):
-            real = session.generate([{"role": "user", "content": prompt.prompt}], params).counts
+            real = session.generate(list(prompt.asked), params).counts
             assert (told.passes, told.emitted) == (real.passes, real.emitted)
             assert (told.tested_at, told.accepted_at) == (real.tested_at, real.accepted_at)
     session.use("none")
@@ -220,7 +220,7 @@ def test_measure_then_plan_then_goodput_on_the_command_line(
     ("arguments", "words"),
     [
         (["--rows", "1,x"], "--rows must be whole numbers such as 1,2,4, not '1,x'"),
-        (["--prompts", "none.txt"], "the prompts none.txt cannot be read"),
+        (["--prompts", "none.txt"], "there is no file none.txt"),
         (["--drafter", "ngrm"], "unknown drafter 'ngrm'; did you mean 'ngram'?"),
         (["--out", "no/where.json"], "the folder of no/where.json does not exist"),
         (["--limit", "0"], "--limit must be at least 1"),
@@ -229,23 +229,3 @@ def test_measure_then_plan_then_goodput_on_the_command_line(
 def test_mistakes_are_told_before_a_model_is_loaded(arguments: list[str], words: str) -> None:
     got = run("measure", "--model", "nothing-here", *arguments)
     assert got.exit_code == 2 and words in got.stderr and got.stderr.count("\n") == 1
-
-
-def test_prompt_files_of_all_kinds(tmp_path: Path) -> None:
-    lines = [
-        {"prompt": "a", "task_id": "HumanEval/0"},
-        {"turns": ["b", "c"], "category": "qa", "question_id": 7},
-        {"question": "d", "answer": "e"},
-        {"messages": [{"role": "user", "content": "f"}], "task": "chat"},
-    ]
-    file = tmp_path / "p.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    found = read_prompts(file)
-    assert [p.prompt for p in found] == ["a", "b", "d", [{"role": "user", "content": "f"}]]
-    assert [p.task for p in found] == ["all", "qa", "all", "chat"]
-    assert found[0].name == "p.jsonl:HumanEval/0" and found[1].name == "p.jsonl:7"
-    for bad in ('{"prompt": ""}', '{"turns": []}', "[1]", "{"):
-        file.write_text(bad)
-        with pytest.raises(ParameterError, match="line 1: not a JSON object"):
-            read_prompts(file)
-    assert {p.task for p in read_prompts(None)} == {"code", "prose", "edit"}

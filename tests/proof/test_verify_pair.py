@@ -16,10 +16,11 @@ import torch
 import slipstream
 from slipstream.core.fault import ENVIRONMENT, FAULTS, FaultWarning
 from slipstream.core.params import SamplingParams
+from slipstream.engine.inputs import question_ids
 from slipstream.errors import ParameterError
 from slipstream.model.pack import Pack
 from slipstream.model.runner import Runner
-from slipstream.plan.prompts import TaskPrompt, encode_prompt, read_prompts
+from slipstream.prompts.rows import Row, read_prompts
 from slipstream.proof import pair
 from slipstream.proof.plan import Plan
 from slipstream.proof.report import Proof
@@ -130,7 +131,7 @@ def test_differences_that_rounding_explains_are_told_and_pass(
     """Two tokens with the same weights in the head; drafts lift one of them by less than rounding might."""
     model = tiny_model("qwen2", seed=1)
     with slipstream.load(str(folder)) as session:
-        asked = [encode_prompt(session.tokenizer, p) for p in read_prompts(None)[:4]]
+        asked = [question_ids(session.tokenizer, p.asked) for p in read_prompts(None)[:4]]
         told = session.generate(asked, SamplingParams(max_tokens=32))
     # The lower id wins a tie, so plain decoding goes on as before.
     low = Counter(t for answer in told for t in answer.tokens if t < 250).most_common(1)[0][0]
@@ -160,7 +161,7 @@ def test_differences_that_rounding_explains_are_told_and_pass(
 
 
 def test_everything_is_in_the_json(folder: Path) -> None:
-    prompts = [TaskPrompt("all", "mine:1", "abcabcabcabc")]
+    prompts = [Row(({"role": "user", "content": "abcabcabcabc"},), "here", name="mine:1")]
     proof = slipstream.verify_pair(folder, "ngram", prompts=prompts, plan=replace(QUICK, samples=100))
     told = json.loads(json.dumps(proof.as_json()))
     assert told["kind"] == "slipstream-verify" and told["verdict"] == "verified"

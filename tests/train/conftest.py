@@ -10,8 +10,8 @@ import pytest
 
 import slipstream
 from slipstream.engine.session import Session
+from slipstream.model.identity import identity
 from slipstream.testing.tiny import save_tiny
-from slipstream.train.identity import identity
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,12 +11,12 @@ import torch
 
 from slipstream.core.params import SamplingParams
 from slipstream.errors import CapacityError, ParameterError
+from slipstream.model import disk
+from slipstream.model.identity import identity
 from slipstream.model.load import load
 from slipstream.model.runner import Runner
-from slipstream.train import disk
 from slipstream.train.capture import Captor, Captured
 from slipstream.train.dataset import DataSet
-from slipstream.train.identity import identity
 from slipstream.train.samples import Sample
 from slipstream.train.shards import capture, plan_capture
 from slipstream.train.sources import OnlineSource, StoredSource

@@ -10,10 +10,10 @@ import pytest
 
 from slipstream.core.params import SamplingParams
 from slipstream.errors import CapacityError, ParameterError
+from slipstream.model.identity import identity, tokenizer_hash, weights_hash
+from slipstream.prompts.rows import parse_row
 from slipstream.train.data import Answerer, AnswerSettings, Limits, keep_answers, row_seed, rows_that_fit
 from slipstream.train.dataset import ANSWERS, DataWriter, load_data
-from slipstream.train.identity import identity, tokenizer_hash, weights_hash
-from slipstream.train.rows import parse_row
 from slipstream.train.template import question_tokens
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.9, top_k=40)

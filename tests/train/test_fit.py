@@ -298,7 +298,7 @@ def test_mixed_precision_trains_float32_weights(
 def test_a_disk_without_room_is_said_before_writing(
     model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.train.disk.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("slipstream.model.disk.free_bytes", lambda folder: 1000)
     with pytest.raises(CapacityError, match=r"a checkpoint needs .* and 1\.00 kB are free.*resumes"):
         quick_fit(medusa(model), source, tmp_path, SETTINGS)
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.cli.output import TerminalProgress
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
-from slipstream.core.sequence import Event
+from slipstream.core.sequence import Event, first_difference
 from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.engine.session import Completion, Session
 from slipstream.model.progress import Progress
@@ -125,11 +125,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same request with the drafter and without.
-
-    Only chains of point masses promise the very same tokens: a drawn draft promises the law, and a
-    branching one adds numbers in another order, so a near-tie may fall the other way.
-    """
+    """The same request with the drafter and without."""
 
     drafted: Outcome
     plain: Outcome
@@ -145,22 +141,14 @@ class Comparison:
     @property
     def differs_at(self) -> int | None:
         """Position of the first token that differs, in the first answer that does."""
-        for ours, theirs in zip(self.drafted.completions, self.plain.completions, strict=True):
-            if ours.tokens != theirs.tokens:
-                pairs = zip(ours.tokens, theirs.tokens, strict=False)
-                shorter = min(len(ours.tokens), len(theirs.tokens))
-                return next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-        return None
+        pairs = zip(self.drafted.completions, self.plain.completions, strict=True)
+        found = (first_difference(ours.tokens, theirs.tokens) for ours, theirs in pairs)
+        return next((at for at in found if at is not None), None)
 
     @property
     def why_not_expected(self) -> str | None:
         """Why the tokens may differ although nothing is wrong; None where they must not."""
-        counts = self.drafted.counts
-        if counts.sampled_drafts:
-            return "drafts are drawn at random, so only the law is equal"
-        if counts.branched:
-            return "drafts branch, so near-ties may round the other way"
-        return None
+        return self.drafted.counts.why_not_plain
 
 
 def counting(drawn: TerminalProgress, text: str, total: int) -> Callable[[Event], None]:

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli import train
+from slipstream.cli.bench import bench
 from slipstream.cli.config import config
 from slipstream.cli.deploy import deploy
 from slipstream.cli.doctor import doctor
@@ -50,6 +51,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "measure": measure,
     "plan": plan,
     "verify": verify,
+    "bench": bench,
     "export": export,
     "lint": lint,
     "config": config,

@@ -10,7 +10,7 @@ import typer
 from slipstream.cli.plan import write
 from slipstream.cli.request import MOST_THREADS, EmbeddingOption, WeightsOption
 from slipstream.errors import ParameterError
-from slipstream.plan.prompts import read_prompts
+from slipstream.prompts.rows import read_prompts
 
 if TYPE_CHECKING:
     from slipstream.cost.bundle import Bundle
@@ -72,12 +72,12 @@ def measure(
 
     Nothing else should run meanwhile: repeats that scatter are told, and the file says so.
     """
-    asked = read_prompts(prompts)[: limit or None]
     for name, value in (("limit", limit), ("threads", threads)):
         if value is not None and value < 1:
             raise ParameterError(f"--{name} must be at least 1, not {value}")
     if threads is not None and threads > MOST_THREADS:
         raise ParameterError(f"--threads must be at most {MOST_THREADS}, not {threads}")
+    asked = read_prompts(prompts, limit)
     for file in (out, png):
         if file is not None and not file.parent.is_dir():
             raise ParameterError(f"the folder of {file} does not exist: make it, or write elsewhere")
@@ -132,7 +132,8 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def _draw(path: Path, bundle: Bundle) -> None:
-    from slipstream.plan.charts import curve_figure, png
+    from slipstream.plan.charts import curve_figure
+    from slipstream.plan.drawing import png
 
     try:
         path.write_bytes(png(lambda: curve_figure(bundle.step_curve)))
@@ -144,7 +145,7 @@ def _print(bundle: Bundle) -> None:
     from slipstream.cli.output import plain_table, stdout
     from slipstream.cost.bundle import busy_reasons
     from slipstream.cost.roofline import EXTRA, extra_cost, measured_regime
-    from slipstream.plan.report import milliseconds
+    from slipstream.plan.page import milliseconds
 
     console, curve, machine = stdout(), bundle.step_curve, bundle.machine
     console.print(

@@ -240,7 +240,7 @@ def _print(advice: Advice) -> None:
 
 def _batches(console: Console, advice: Advice) -> None:
     from slipstream.cli.output import plain_table
-    from slipstream.plan.report import gigabytes, milliseconds, per_second, usd
+    from slipstream.plan.page import gigabytes, milliseconds, per_second, usd
 
     priced = advice.setup.price is not None
     columns = ["BATCH", "REGIME", "DRAFTER", "TOKENS", "TAU", "TIMES AS FAST", "TOKENS/S"]

@@ -79,9 +79,9 @@ def capture(
 
     found = load_data(folder, max_length=max_length, limit_tokens=limit_tokens)
     with loaded_target(model, dtype, device, threads, trust_remote_code) as loaded:
+        from slipstream.model import disk
+        from slipstream.model.identity import identity
         from slipstream.model.progress import size
-        from slipstream.train import disk
-        from slipstream.train.identity import identity
         from slipstream.train.shards import plan_capture
 
         target = identity(loaded.model, loaded.tokenizer, loaded.name)

@@ -51,7 +51,7 @@ def prompts(
     seed and Python version give the same file. No benchmark's text is in them.
     """
     from slipstream.cli.output import plain_table, print_json, stdout
-    from slipstream.train import disk
+    from slipstream.model import disk
     from slipstream.train.prompts import make_prompts, variety
 
     made = make_prompts(count, seed)
@@ -77,8 +77,8 @@ def data(
         list[str],
         typer.Option(
             "--prompts",
-            help="A .jsonl file (messages, conversations or prompt), a text file with a prompt a line, a"
-            " folder of these, or hf:NAME of a Hugging Face data set; may be repeated.",
+            help="A .jsonl file (messages, conversations, turns, prompt or question), a text file with a"
+            " prompt a line, a folder of these, or hf:NAME of a Hugging Face data set; may be repeated.",
             show_default=False,
         ),
     ],
@@ -129,7 +129,7 @@ def data(
     command, and the answers are the same as if it had not been stopped.
     """
     from slipstream.core.params import SamplingParams
-    from slipstream.train.rows import read_rows
+    from slipstream.prompts.rows import read_rows
 
     sampling: dict[str, Any] = {
         name: value
@@ -144,9 +144,9 @@ def data(
     seconds = None if limit_time is None else parse_time(limit_time)
     rows = [r.with_system(system) for r in read_rows(sources, split=split, config=config)]
     with loaded_target(model, dtype, device, threads, trust_remote_code, drafter) as loaded:
+        from slipstream.model.identity import identity
         from slipstream.train.data import AnswerSettings, Limits
         from slipstream.train.dataset import DataWriter
-        from slipstream.train.identity import identity
 
         limits = Limits(limit_prompts, limit_tokens, seconds)
         params = _default_params(loaded).with_(max_tokens=max_tokens, **sampling)

@@ -23,8 +23,8 @@ class TrainingRun:
     """A target with its data, from which a method is fed."""
 
     def __init__(self, loaded: LoadedModel, data: Path, online: bool) -> None:
+        from slipstream.model.identity import identity
         from slipstream.model.parts import ModelParts
-        from slipstream.train.identity import identity
 
         self._loaded, self._data, self._online = loaded, data, online
         self.parts: ModelParts = ModelParts.of(

@@ -15,7 +15,6 @@ from slipstream.errors import ParameterError
 if TYPE_CHECKING:
     from slipstream.cli.output import TerminalProgress
     from slipstream.engine.session import Completion, Session
-    from slipstream.train.rows import Row
 
 ModelName = Annotated[
     str,
@@ -64,16 +63,18 @@ def opened(
 ) -> Iterator[Tuning]:
     """Read the prompts, then load the model; mistakes in the file are told before anything is loaded."""
     from slipstream.cli.output import progress
-    from slipstream.train.rows import read_rows
+    from slipstream.prompts.rows import read_prompts
 
-    rows = read_rows([str(prompts)], limit=limit)
+    rows = read_prompts(prompts, limit)
     with progress() as drawn:
         drawn.stage(f"looking for {model}", 0)
         from slipstream.api import load
+        from slipstream.engine.inputs import question_ids
 
         options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": drawn}
         with load(model, trust_remote_code=trust_remote_code, **options) as session:
-            yield Tuning(session, [_question(session.tokenizer, row) for row in rows], drawn)
+            asked = [question_ids(session.tokenizer, row.asked) for row in rows]
+            yield Tuning(session, asked, drawn)
 
 
 def require_least(least: int, **numbers: int) -> None:
@@ -81,13 +82,3 @@ def require_least(least: int, **numbers: int) -> None:
     for name, value in numbers.items():
         if value < least:
             raise ParameterError(f"--{name} must be at least {least}, not {value}")
-
-
-def _question(tokenizer: Any, row: Row) -> list[int]:
-    """What a row asks last, as token ids."""
-    from slipstream.engine.inputs import encode
-
-    messages = row.messages if row.messages[-1]["role"] == "user" else row.messages[:-1]
-    if tokenizer.chat_template or len(messages) > 1:
-        return encode(tokenizer, [dict(m) for m in messages])
-    return encode(tokenizer, messages[0]["content"])

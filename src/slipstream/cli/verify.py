@@ -84,7 +84,7 @@ def verify(
     from slipstream.cli.output import print_json, progress
     from slipstream.control import build_controller
     from slipstream.drafters import check_spec, configure
-    from slipstream.plan.prompts import read_prompts
+    from slipstream.prompts.rows import read_prompts
 
     # Mistakes are told before torch is imported and models are loaded.
     check_spec(drafter)

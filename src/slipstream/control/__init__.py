@@ -26,10 +26,11 @@ KINDS = {kind.name: kind for kind in (Fixed, Additive, Goodput)}
 
 
 def build_controller(
-    spec: str | Controller | None, default_length: int, default_nodes: int = 0
+    spec: str | Controller | None, default_length: int, default_nodes: int = 0, drafter: str = ""
 ) -> Controller:
     """From `fixed`, `fixed:num_speculative_tokens=4`, `additive:…`, `goodput:curve=FILE`; None is the
-    drafter's own size, which is `default_length` tokens or a tree of `default_nodes`."""
+    drafter's own size, which is `default_length` tokens or a tree of `default_nodes`. drafter: whose curve
+    goodput takes, unless the spec says it."""
     if isinstance(spec, Controller):
         return spec
     name, values = parse_spec(spec or "fixed")
@@ -40,6 +41,8 @@ def build_controller(
         values.setdefault("nodes", str(default_nodes))
     if name == "goodput" and default_length and default_nodes > default_length:
         values.setdefault("nodes_per_level", str(default_nodes / default_length))
+    if name == "goodput" and drafter:
+        values.setdefault("drafter", drafter)
     kind = KINDS[name]
     return kind(make_config(kind.Config, name, values))  # type: ignore[arg-type]
 

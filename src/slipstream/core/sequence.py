@@ -154,3 +154,11 @@ class Sequence:
             self.stream.finish()
             held = self.stream.take()
         return Event(self.id, (), (held,) if held else (), finish_reason="cancelled", lossy=self.lossy)
+
+
+def first_difference(one: Tokens[int], other: Tokens[int]) -> int | None:
+    """Where two outputs part, or the shorter one ends; None where they are the same."""
+    if len(one) == len(other) and all(a == b for a, b in zip(one, other, strict=True)):
+        return None
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass
@@ -20,6 +21,10 @@ class SourceCounts:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+
+
+_NUMBERS = ("passes", "emitted", "drafts", "sampled_drafts", "draft_tokens", "accepted_tokens")
+_BY_POSITION = ("drafted_at", "tested_at", "accepted_at")
 
 
 @dataclass
@@ -76,14 +81,23 @@ class DraftCounts:
         counts.draft_tokens += more.draft_tokens
         counts.accepted_tokens += more.accepted_tokens
 
+    def copy(self) -> DraftCounts:
+        found = DraftCounts()
+        found.add(self)
+        return found
+
+    def __sub__(self, before: DraftCounts) -> DraftCounts:
+        """What was counted since; the sources are left out."""
+        found = DraftCounts(*(getattr(self, n) - getattr(before, n) for n in _NUMBERS))
+        for name in _BY_POSITION:
+            now, then = getattr(self, name), getattr(before, name)
+            setattr(found, name, [n - t for n, t in zip_longest(now, then, fillvalue=0)])
+        return found
+
     def add(self, other: DraftCounts) -> None:
-        self.passes += other.passes
-        self.emitted += other.emitted
-        self.drafts += other.drafts
-        self.sampled_drafts += other.sampled_drafts
-        self.draft_tokens += other.draft_tokens
-        self.accepted_tokens += other.accepted_tokens
-        for name in ("drafted_at", "tested_at", "accepted_at"):
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in _BY_POSITION:
             mine, theirs = getattr(self, name), getattr(other, name)
             mine.extend([0] * (len(theirs) - len(mine)))
             for i, value in enumerate(theirs):
@@ -100,6 +114,19 @@ class DraftCounts:
     def branched(self) -> bool:
         """Whether any draft was a tree with branches rather than a chain."""
         return self.draft_tokens > sum(self.drafted_at)
+
+    @property
+    def why_not_plain(self) -> str | None:
+        """Why tokens may differ from plain decoding's although nothing is wrong; None: they must not.
+
+        Only chains of point masses promise the very same tokens: a drawn draft promises the law, and a
+        branching one adds numbers in another order, so a near-tie may fall the other way.
+        """
+        if self.sampled_drafts:
+            return "drafts are drawn at random, so only the law is equal"
+        if self.branched:
+            return "drafts branch, so near-ties may round the other way"
+        return None
 
     @property
     def acceptance_rate(self) -> float:
@@ -136,6 +163,14 @@ class Seconds:
     prefill: float = 0.0
     drafter: float = 0.0
     other: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.target + other.target,
+            self.prefill + other.prefill,
+            self.drafter + other.drafter,
+            self.other + other.other,
+        )
 
     def __sub__(self, before: Seconds) -> Seconds:
         return Seconds(

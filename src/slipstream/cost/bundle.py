@@ -6,9 +6,10 @@ here, when asked for. Unknown fields are refused, so a typing error cannot pass 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,11 +28,13 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 Repeats = Annotated[list[Positive], Field(min_length=1)]
 
 
-class _Model(BaseModel):
+class Raw(BaseModel):
+    """A value that goes into a file as it is. Unknown fields are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class MachineInfo(_Model):
+class MachineInfo(Raw):
     """Where it was measured. bandwidth: bytes a second read; flops: operations a second of a matrix product
     by dtype; both measured."""
 
@@ -43,7 +46,7 @@ class MachineInfo(_Model):
     flops: dict[str, Positive] = Field(default_factory=dict)
 
 
-class StepSeconds(_Model):
+class StepSeconds(Raw):
     """Repeats of one step: rows sequences of nodes tokens each (the root is one), context tokens cached."""
 
     rows: AtLeastOne
@@ -52,7 +55,7 @@ class StepSeconds(_Model):
     seconds: Repeats
 
 
-class DraftSeconds(_Model):
+class DraftSeconds(Raw):
     """Repeats of drafting for rows at once, `depth` levels and `nodes` tokens a row (a chain: as many)."""
 
     drafter: str
@@ -62,7 +65,7 @@ class DraftSeconds(_Model):
     seconds: Repeats
 
 
-class AcceptanceCounts(_Model):
+class AcceptanceCounts(Raw):
     """Raw counts of a run over one prompt (or several as one), in which every pass was asked to draft."""
 
     drafter: str
@@ -106,7 +109,7 @@ class AcceptanceCounts(_Model):
         )
 
 
-class PrefillSeconds(_Model):
+class PrefillSeconds(Raw):
     """Repeats of reading a prompt; model: "target" or a drafter."""
 
     model: str
@@ -114,7 +117,7 @@ class PrefillSeconds(_Model):
     seconds: Repeats
 
 
-class DrafterInfo(_Model):
+class DrafterInfo(Raw):
     """memory_bytes: weights it adds. kv_bytes: of one token, 0 without a cache. parameters: 0: no weights."""
 
     drafter: str
@@ -124,7 +127,7 @@ class DrafterInfo(_Model):
     same_vocabulary: bool | None = None
 
 
-class Bundle(_Model):
+class Bundle(Raw):
     """One measurement of one target on one machine. block: steps compute multiples of so many tokens."""
 
     kind: Literal["slipstream-measure"]
@@ -213,26 +216,42 @@ class Bundle(_Model):
         return known[-1][1] * tokens / known[-1][0]
 
 
+R = TypeVar("R", bound=Raw)
+
+
 def read_bundle(path: Path) -> Bundle:
     """From a file. ParameterError names the file and the field."""
+    bundle = read_raw(path, Bundle, f"a measurement of version {VERSION}", "slipstream measure")
+    with named(path):
+        for counts in bundle.acceptance:
+            counts.acceptance  # noqa: B018 - counts that contradict each other are told now
+    return bundle
+
+
+def read_raw(path: Path, kind: type[R], what: str, command: str) -> R:
+    """A value out of its JSON file. ParameterError names the file and the field; command: what writes it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ParameterError(f"{path} cannot be read ({reason}): check the path") from None
     try:
-        bundle = Bundle.model_validate_json(text)
-        for counts in bundle.acceptance:
-            counts.acceptance  # noqa: B018 - counts that contradict each other are told now
-        return bundle
+        return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise ParameterError(
-            f"{path} is not a measurement of version {VERSION}: {where + ': ' if where else ''}"
-            f"{first['msg']}{more}; write it with `slipstream measure`"
+            f"{path} is not {what}: {where + ': ' if where else ''}"
+            f"{first['msg']}{more}; write it with `{command}`"
         ) from None
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors about a file's content name the file."""
+    try:
+        yield
     except ParameterError as error:
         raise ParameterError(f"{path}: {error}") from None
 

@@ -52,6 +52,14 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_o
     return list(encoded["input_ids"])
 
 
+def question_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a chat, as `chat_ids`; where the model has no template, of a single question as plain
+    text."""
+    if need_tokenizer(tokenizer).chat_template or len(messages) > 1:
+        return chat_ids(tokenizer, messages)
+    return encode(tokenizer, messages[0]["content"])
+
+
 def need_tokenizer(tokenizer: Any) -> Any:
     if tokenizer is None:
         raise ParameterError("text and chats need a tokenizer; give token ids, or pass a tokenizer")

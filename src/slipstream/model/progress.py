@@ -6,8 +6,8 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """stage: a new piece of work of `total` units, bytes if they have no name (0: unknown). at: units done of
-    it. note: a plain line."""
+    """stage: a new piece of work of `total` (0: unknown) units, bytes if the unit is empty. at: how many of
+    them are done. note: a plain line."""
 
     def stage(self, text: str, total: int, unit: str = "") -> None: ...
 

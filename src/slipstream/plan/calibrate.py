@@ -22,7 +22,7 @@ from slipstream.core.draft import Drafter
 from slipstream.cost.bundle import BUSY_SPREAD, Bundle, DraftSeconds, read_bundle
 from slipstream.cost.curve import spread
 from slipstream.cost.roofline import Free, spare_tokens
-from slipstream.engine.inputs import encode
+from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Session
 from slipstream.errors import ParameterError
 from slipstream.model.pack import ROWS
@@ -31,8 +31,8 @@ from slipstream.model.progress import Progress
 from slipstream.model.store import Store, write_atomic
 from slipstream.plan.here import load_reasons, processor, this_machine
 from slipstream.plan.measure import bundle_of, kept_as, target_shape
-from slipstream.plan.prompts import read_prompts
 from slipstream.plan.timing import draft_seconds, step_seconds
+from slipstream.prompts.rows import read_prompts
 from slipstream.version import __version__
 
 LIMIT = 20.0  # seconds
@@ -97,7 +97,7 @@ def calibrate(session: Session, offers: Mapping[str, Offer], rows: int, limit: f
     grid = [(r, n, context) for r, n in corners(rows)]
     steps = step_seconds(runner, grid, _ROUNDS, limit=_STEPS * limit)
     drafts, overhead = list[DraftSeconds](), list[float]()
-    prompt = encode(session.tokenizer, str(read_prompts(None)[0].prompt))[: min(_PROMPT, engine.context // 2)]
+    prompt = question_ids(session.tokenizer, read_prompts()[0].asked)[: min(_PROMPT, engine.context // 2)]
     try:
         for offer in offers.values():
             for at, depth in _draft_runs(offer, rows):

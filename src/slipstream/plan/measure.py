@@ -10,7 +10,6 @@ no target is replayed on the answers that another one's run has left.
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -30,13 +29,14 @@ from slipstream.cost.bundle import (
     PrefillSeconds,
 )
 from slipstream.cost.shape import ModelShape, shape_of
+from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Session
 from slipstream.errors import DrafterError, ParameterError
+from slipstream.model.identity import versions
 from slipstream.model.pack import ROWS
 from slipstream.model.progress import Progress, Silent
 from slipstream.model.runner import Runner
 from slipstream.plan.here import load_reasons, this_machine
-from slipstream.plan.prompts import TaskPrompt, encode_prompt
 from slipstream.plan.rates import bandwidth, int8_rate, matrix_rate
 from slipstream.plan.replay import Recorded, replay
 from slipstream.plan.timing import (
@@ -45,7 +45,7 @@ from slipstream.plan.timing import (
     prefill_seconds,
     step_seconds,
 )
-from slipstream.version import __version__
+from slipstream.prompts.rows import Row
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def measure(
     session: Session,
     name: str,
     drafters: Sequence[str],
-    prompts: Sequence[TaskPrompt],
+    prompts: Sequence[Row],
     plan: Plan | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -173,11 +173,7 @@ def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
         weight_bytes=runner.weight_bytes,
         kv_bytes=round(shape.kv_bytes),
         block=ROWS,
-        versions={
-            "slipstream": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        versions=versions(),
         **measured,
     )
 
@@ -186,11 +182,11 @@ def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
 
 
 def _drafters(
-    session: Session, specs: Sequence[str], prompts: Sequence[TaskPrompt], plan: Plan, progress: Progress
+    session: Session, specs: Sequence[str], prompts: Sequence[Row], plan: Plan, progress: Progress
 ) -> _Found:
     if not prompts:
         raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
-    asked = [encode_prompt(session.tokenizer, p) for p in prompts]
+    asked = [question_ids(session.tokenizer, p.asked) for p in prompts]
     found = _Found()
     answers: list[Recorded] | None = None
     for spec in specs:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from importlib import resources
 from typing import Any
 
 from slipstream.plan.advise import Advice, BatchAdvice, Option
-from slipstream.plan.charts import drawings, svg
+from slipstream.plan.charts import drawings
+from slipstream.plan.drawing import svg
+from slipstream.plan.page import render
 from slipstream.version import __version__
 
 SCHEMA = "slipstream-plan/1"
@@ -18,7 +19,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
     """All numbers, in seconds, bytes, tokens and USD; no charts."""
     setup = advice.setup
     curve = setup.curve
-    found: dict[str, Any] = _finite(
+    found: dict[str, Any] = finite(
         {
             "schema": SCHEMA,
             "slipstream": __version__,
@@ -115,12 +116,12 @@ def _option(o: Option) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no infinities."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -128,39 +129,8 @@ def _finite(value: Any) -> Any:
 
 
 def to_html(advice: Advice) -> str:
-    """One page: charts are inline SVG, styles are inline, there is no script."""
-    from jinja2 import Environment, StrictUndefined
-
-    text = resources.files("slipstream.plan").joinpath("report.html.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {
-        "ms": milliseconds,
-        "gb": gigabytes,
-        "usd": usd,
-        "pct": lambda v: f"{v:+.0%}",
-        "per": per_second,
-    }
+    """One page, see `plan.page`."""
     charts = [(title, about, svg(draw, title)) for title, about, draw in drawings(advice)]
-    return environment.from_string(text).render(
-        a=advice, s=advice.setup, charts=charts, ridge=ridge(advice), version=__version__
+    return render(
+        "slipstream.plan", "report.html.j2", a=advice, s=advice.setup, charts=charts, ridge=ridge(advice)
     )
-
-
-def milliseconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "not measured"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def gigabytes(amount: float) -> str:
-    return f"{amount / 1e9:.3g} GB" if amount >= 1e9 else f"{amount / 1e6:.3g} MB"
-
-
-def usd(amount: float | None) -> str:
-    return "–" if amount is None else f"{amount:.3g}"
-
-
-def per_second(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

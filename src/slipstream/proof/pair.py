@@ -19,13 +19,14 @@ from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.draft_model import ModelDrafter
 from slipstream.drafters.none import NoDrafter
+from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Completion, Session
 from slipstream.errors import ParameterError
 from slipstream.model.load import LoadedModel
 from slipstream.model.parts import ModelParts
 from slipstream.model.progress import Progress, Silent
 from slipstream.plan.here import machine_name
-from slipstream.plan.prompts import TaskPrompt, encode_prompt, read_prompts
+from slipstream.prompts.rows import Row, read_prompts
 from slipstream.proof import identity
 from slipstream.proof.exact import enumerate_law
 from slipstream.proof.identity import IdentityCheck, Setting
@@ -47,7 +48,7 @@ def verify_pair(
     model: str | os.PathLike[str] | LoadedModel,
     drafter: str | Drafter = "ngram",
     *,
-    prompts: Sequence[TaskPrompt] | None = None,
+    prompts: Sequence[Row] | None = None,
     plan: Plan | None = None,
     controller: Controller | str | None = None,
     rule: str = "auto",
@@ -58,7 +59,7 @@ def verify_pair(
 
     model, drafter, controller, rule and options as `slipstream.load` takes them; a rule that is lossy by
     design is tried too, and never verified. prompts: None is the small set that ships with Slipstream
-    (`plan.prompts.read_prompts` reads a file). `Proof.verdict` says what came of it.
+    (`prompts.rows.read_prompts` reads a file). `Proof.verdict` says what came of it.
     """
     plan = plan or Plan()
     lossy = check_rule(rule, lossy=True)
@@ -78,7 +79,7 @@ class _Prover:
         self,
         session: Session,
         spec: str,
-        asked: Sequence[TaskPrompt],
+        asked: Sequence[Row],
         plan: Plan,
         controller: Controller | str | None,
         progress: Progress,
@@ -90,7 +91,7 @@ class _Prover:
         plain = isinstance(self.drafter, NoDrafter)
         self.own: list[tuple[str, Drafter]] = [] if plain else [(spec, self.drafter)]
         self.asked = asked[: plan.prompts]
-        self.prompts = [encode_prompt(session.tokenizer, p) for p in self.asked]
+        self.prompts = [question_ids(session.tokenizer, p.asked) for p in self.asked]
         self.began = time.monotonic()
         self.deadline = self.began + 60.0 * plan.minutes
         self.numbers: Iterator[int] = itertools.count(plan.seed << 32)

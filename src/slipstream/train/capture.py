@@ -14,9 +14,9 @@ import torch
 
 from slipstream.core.draft import Needs
 from slipstream.errors import ParameterError
+from slipstream.model.identity import LAYERS
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Runner
-from slipstream.train.identity import LAYERS
 from slipstream.train.samples import Batch, Sample
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slipstream.errors import CapacityError, ModelError
+from slipstream.model import disk
 from slipstream.model.progress import size
 from slipstream.model.store import read_json
-from slipstream.train import disk
 from slipstream.train.method import Method
 
 KEPT = 2  # the last good checkpoint, and the one before it

@@ -23,8 +23,8 @@ from slipstream.errors import CapacityError, ParameterError
 from slipstream.model import memory
 from slipstream.model.cache import WIDTH, round_up
 from slipstream.model.progress import size
+from slipstream.prompts.rows import Message, Row
 from slipstream.train.dataset import Conversation, DataWriter
-from slipstream.train.rows import Message, Row
 from slipstream.train.samples import Sample
 from slipstream.train.template import conversation_sample, question_tokens
 

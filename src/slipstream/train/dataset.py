@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ParameterError
+from slipstream.model import disk
+from slipstream.model.identity import require_same, versions
 from slipstream.model.store import read_json
-from slipstream.train import disk
-from slipstream.train.identity import require_same, versions
-from slipstream.train.rows import Message
+from slipstream.prompts.rows import Message
 from slipstream.train.samples import Sample, Split
 
 ANSWERS = "answers.jsonl"

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import ParameterError
+from slipstream.model.identity import require_same
 from slipstream.model.load import LoadedModel
 from slipstream.model.runner import Runner
 from slipstream.model.store import read_json
 from slipstream.train.capture import Captor, Captured
 from slipstream.train.dataset import MANIFEST, DataSet, load_data
-from slipstream.train.identity import require_same
 from slipstream.train.method import Wanted
 from slipstream.train.samples import Source
 from slipstream.train.sources import OnlineSource, StoredSource

@@ -8,17 +8,15 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.heads.files import PROVENANCE
+from slipstream.model.identity import versions
 from slipstream.model.store import read_json, write_atomic
-from slipstream.version import __version__
 
-_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "peft", "numpy")
 FORMAT = 1
 
 
@@ -50,7 +48,7 @@ def provenance(
         "data": dict(data),
         "data_sha256": hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest(),
         "run": dict(run),
-        "versions": {"slipstream": __version__, "python": platform.python_version(), **_versions()},
+        "versions": versions(),
         "machine": {
             "platform": f"{sys.platform} {platform.machine()}",
             "threads": torch.get_num_threads(),
@@ -76,13 +74,3 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from slipstream.errors import ParameterError
+from slipstream.model import disk
+from slipstream.model.identity import require_same, versions
 from slipstream.model.store import read_json
-from slipstream.train import disk
 from slipstream.train.capture import DTYPES, Captor, Captured, States
 from slipstream.train.dataset import MANIFEST, DataSet
-from slipstream.train.identity import require_same, versions
 from slipstream.train.samples import Sample, Split
 
 FORMAT = 1

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import ParameterError
+from slipstream.model.identity import versions
 from slipstream.train.capture import Captor, Captured, States, collate
 from slipstream.train.dataset import DataSet
-from slipstream.train.identity import versions
 from slipstream.train.samples import Batch, Sample, Split
 from slipstream.train.shards import SPLITS, read_states_manifest, tensor_name
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.errors import ParameterError
-from slipstream.train.rows import Message
+from slipstream.prompts.rows import Message
 from slipstream.train.samples import Sample
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ParameterError
-from slipstream.train.rows import parse_row, read_rows
+from slipstream.prompts.rows import parse_row, read_prompts, read_rows
 
 
 def write(path: Path, *lines: object) -> str:
@@ -42,6 +42,32 @@ def test_a_plain_prompt_and_its_system_message(tmp_path):
     assert plain.key != led.key
 
 
+def test_benchmarks_are_read_as_they_are_published(tmp_path):
+    lines = [
+        {"prompt": "a", "task_id": "HumanEval/0", "canonical_solution": "x"},
+        {"turns": ["b", "c"], "category": "qa", "question_id": 7},
+        {"question": "d", "answer": "e"},
+        {
+            "messages": [{"role": "user", "content": "f"}, {"role": "assistant", "content": "g"}],
+            "task": "chat",
+        },
+    ]
+    file = write(tmp_path / "p.jsonl", *lines)
+    rows = read_prompts(file)
+    assert [[m["content"] for m in row.asked] for row in rows] == [["a"], ["b"], ["d"], ["f"]]
+    assert [row.task for row in rows] == ["all", "qa", "all", "chat"]
+    assert [row.name for row in rows] == ["p.jsonl:HumanEval/0", "p.jsonl:7", "p.jsonl:3", "p.jsonl:4"]
+    assert rows[3].with_system("be brief").task == "chat"
+    text = read_prompts(write(tmp_path / "p.txt", "h"))
+    assert (text[0].task, text[0].name) == ("all", "p.txt:1")
+
+
+def test_a_small_set_of_our_own_comes_along():
+    rows = read_prompts()
+    assert {row.task for row in rows} == {"code", "prose", "edit"} and len({row.name for row in rows}) == 12
+    assert read_prompts(limit=2) == rows[:2]
+
+
 def test_files_of_text_arrays_and_folders(tmp_path):
     write(tmp_path / "b.txt", "first prompt", "", "  second prompt ")
     (tmp_path / "a.json").write_text(json.dumps([{"prompt": "third"}]), encoding="utf-8")
@@ -57,9 +83,13 @@ def test_files_of_text_arrays_and_folders(tmp_path):
     [
         ('{"prompt": "x"', "not valid JSON"),
         ("[1, 2]", "must be a JSON object"),
-        ({"text": "x"}, "needs messages, conversations or prompt; it has text"),
+        ({"text": "x"}, "needs messages, conversations, turns, prompt or question; it has text"),
         ({"prompt": "  "}, "the user's text is empty"),
         ({"prompt": 3}, "must be a list of turns, not 3"),
+        ({"turns": []}, "no user's turn"),
+        ({"turns": "one"}, 'turns must be a list of turns, not "one"'),
+        ({"turns": [{"role": "user", "content": "x"}]}, "the text must be a string"),
+        ({"question": ""}, "the user's text is empty"),
         ({"messages": []}, "no user's turn"),
         ({"messages": ["hello"]}, 'turn 1: a turn must be an object, not "hello"'),
         ({"messages": [{"role": "tool", "content": "x"}]}, 'turn 1: unknown role "tool"'),

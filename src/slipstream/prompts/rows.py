@@ -1,7 +1,9 @@
 """Prompts out of files and data sets: rows in the common layouts, checked where they stand.
 
 A row is a JSON object with `messages` ([{"role", "content"}]), with ShareGPT's `conversations` ([{"from",
-"value"}]), or with a plain `prompt`; `system` may go with each. Text files hold one prompt a line.
+"value"}]), with `turns` (Spec-Bench, MT-Bench: texts, of which the first is asked), with a plain `prompt`
+(HumanEval) or `question` (GSM8K); `system` may go with each, and what kind of text it asks for as `task` or
+`category`. Text files hold one prompt a line.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from slipstream.errors import ParameterError
 Message = Mapping[str, str]
 
 HUB = "hf:"
+BUILT_IN = "small.jsonl"  # the set that comes with Slipstream
+ANY_TASK = "all"
 ROLES = ("system", "user", "assistant")
 _SHAREGPT = {
     "human": "user",
@@ -29,6 +34,8 @@ _SHAREGPT = {
     "bot": "assistant",
     "system": "system",
 }
+_LAYOUTS = ("messages", "conversations", "turns", "prompt", "question")
+_IDS = ("id", "question_id", "task_id")
 _TEXT = (".txt", ".text", ".md")
 _SHOWN = 40
 
@@ -37,16 +44,24 @@ _SHOWN = 40
 class Row:
     """One conversation: an optional system message, then user and assistant turns, the user first.
 
-    It may end with a user's turn or with an assistant's. where: file and line, for messages to people.
+    It may end with a user's turn or with an assistant's. where: file and line, for messages to people. task:
+    what kind of text is asked for, "all" where it is not said. name: its file and its id there, or its line.
     """
 
     messages: tuple[Message, ...]
     where: str
+    task: str = ANY_TASK
+    name: str = ""
 
     @property
     def questions(self) -> tuple[Message, ...]:
         """What is asked: everything but the assistant's turns."""
         return tuple(m for m in self.messages if m["role"] != "assistant")
+
+    @property
+    def asked(self) -> tuple[Message, ...]:
+        """What is to be answered: everything up to the last user's turn."""
+        return self.messages if self.messages[-1]["role"] == "user" else self.messages[:-1]
 
     @property
     def key(self) -> str:
@@ -58,7 +73,15 @@ class Row:
         """The same with this system message in front, unless it has one."""
         if system is None or self.messages[0]["role"] == "system":
             return self
-        return Row(({"role": "system", "content": system}, *self.messages), self.where)
+        return replace(self, messages=({"role": "system", "content": system}, *self.messages))
+
+
+def read_prompts(source: str | Path | None = None, limit: int | None = None) -> list[Row]:
+    """The rows of one source, see `read_rows`; None: the small set that comes with Slipstream."""
+    if source is not None:
+        return read_rows([str(source)], limit=limit)
+    text = resources.files("slipstream.prompts").joinpath(BUILT_IN).read_text(encoding="utf-8")
+    return list(_from_lines(text.splitlines(), BUILT_IN, BUILT_IN, json_lines=True))[:limit]
 
 
 def read_rows(
@@ -108,18 +131,22 @@ def _from_file(path: Path) -> Iterator[Row]:
         )
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                where = f"{path}, line {number}"
-                if not line.strip():
-                    continue
-                if path.suffix == ".jsonl":
-                    yield parse_row(_json(line, where), where)
-                else:
-                    yield Row(({"role": "user", "content": line.strip()},), where)
+            yield from _from_lines(file, str(path), path.name, json_lines=path.suffix == ".jsonl")
     except UnicodeDecodeError as error:
         raise ParameterError(f"{path} is not UTF-8 text ({error.reason}): convert it first") from None
     except OSError as error:
         raise ParameterError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+
+
+def _from_lines(lines: Iterable[str], place: str, file: str, *, json_lines: bool) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        where = f"{place}, line {number}"
+        if not line.strip():
+            continue
+        if json_lines:
+            yield parse_row(_json(line, where), where, file, number)
+        else:
+            yield Row(({"role": "user", "content": line.strip()},), where, name=f"{file}:{number}")
 
 
 def _from_array(path: Path) -> Iterator[Row]:
@@ -130,7 +157,7 @@ def _from_array(path: Path) -> Iterator[Row]:
     if not isinstance(entries, list):
         raise ParameterError(f"{path} must hold a JSON array of rows: one object a line is .jsonl")
     for number, entry in enumerate(entries, start=1):
-        yield parse_row(entry, f"{path}, entry {number}")
+        yield parse_row(entry, f"{path}, entry {number}", path.name, number)
 
 
 def _from_hub(name: str, split: str, config: str | None) -> Iterator[Row]:
@@ -144,7 +171,7 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterator[Row]:
     try:
         rows: Iterable[Any] = datasets.load_dataset(name, config, split=split, streaming=True)
         for number, entry in enumerate(rows, start=1):
-            yield parse_row(entry, f"{HUB}{name}, {split} row {number}")
+            yield parse_row(entry, f"{HUB}{name}, {split} row {number}", name, number)
     except ParameterError:
         raise
     except Exception as error:  # the library raises whatever the network, the hub or a data file does
@@ -161,25 +188,30 @@ def _json(text: str, where: str) -> Any:
         raise ParameterError(f"{where}: not valid JSON ({error}): mend or delete it") from None
 
 
-def parse_row(entry: Any, where: str) -> Row:
-    """One object as a row; ParameterError says at `where` what is wrong with it."""
+def parse_row(entry: Any, where: str, file: str = "", number: int = 0) -> Row:
+    """One object as a row; ParameterError says at `where` what is wrong with it. file, number: its name."""
     if not isinstance(entry, Mapping):
         raise ParameterError(f"{where}: a row must be a JSON object, not {_short(entry)}")
-    found = [name for name in ("messages", "conversations", "prompt") if entry.get(name) is not None]
+    found = [name for name in _LAYOUTS if entry.get(name) is not None]
     if not found:
         have = ", ".join(map(str, entry)) or "nothing"
-        raise ParameterError(f"{where}: a row needs messages, conversations or prompt; it has {have}")
-    value = entry[found[0]]
-    if found[0] == "prompt" and isinstance(value, str):
+        wanted = f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}"
+        raise ParameterError(f"{where}: a row needs {wanted}; it has {have}")
+    layout, value = found[0], entry[found[0]]
+    if layout == "question" or (layout == "prompt" and isinstance(value, str)):
         messages = [_message("user", value, where)]
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        messages = [_turn(turn, where, i) for i, turn in enumerate(value, start=1)]
+    elif not isinstance(value, Sequence) or isinstance(value, str):
+        raise ParameterError(f"{where}: {layout} must be a list of turns, not {_short(value)}")
+    elif layout == "turns":
+        messages = [_message("user", text, where) for text in value[:1]]
     else:
-        raise ParameterError(f"{where}: {found[0]} must be a list of turns, not {_short(value)}")
+        messages = [_turn(turn, where, i) for i, turn in enumerate(value, start=1)]
     system = entry.get("system")
     if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, _message("system", system, where))
-    return Row(_in_turn(messages, where), where)
+    task = str(entry.get("task") or entry.get("category") or ANY_TASK)
+    known = next((entry[key] for key in _IDS if entry.get(key) is not None), number)
+    return Row(_in_turn(messages, where), where, task, f"{file}:{known}")
 
 
 def _turn(turn: Any, where: str, number: int) -> Message:

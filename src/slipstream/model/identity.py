@@ -1,11 +1,12 @@
-"""Whose data this is: hashes of a target's weights, of its tokenizer and of its chat template."""
+"""Whose data this is: hashes of a target's weights, tokenizer and chat template; and what made it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from slipstream.model.packed import PackedLinear
 from slipstream.model.parts import ModelParts
 from slipstream.version import __version__
 
+_PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "peft", "numpy")
 _SAMPLED = 256  # numbers of each tensor; all of them would take minutes to read
 LAYERS = "k = the residual stream after k decoder layers, 0 = the embeddings, last = what enters the LM head"
 
@@ -78,8 +80,14 @@ def template_hash(tokenizer: Any) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """What made the data."""
-    return {"slipstream": __version__, "torch": torch.__version__, "transformers": version("transformers")}
+    """Of Slipstream, Python, and the packages that numbers depend on, as far as they are installed."""
+    found = {"slipstream": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def require_same(

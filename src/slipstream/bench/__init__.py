@@ -1,0 +1,1 @@
+"""Measuring whole answers: drafters, lengths, temperatures and batch sizes against plain decoding."""

@@ -1,0 +1,233 @@
+"""What a bench bundle says: speed-ups by setting and task, acceptance, tau, where the time went.
+
+Everything is relative to plain decoding in the same unit and round. Ratios are of all tokens over all
+seconds; their intervals come from resampling those pairs (of one pair there is none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from slipstream.bench.bundle import BenchBundle, Parts, Run, Setting
+from slipstream.bench.exact import Difference, differences
+from slipstream.core.stats import DraftCounts
+from slipstream.cost.accept import Acceptance, add_all
+from slipstream.cost.bundle import BUSY_SPREAD
+from slipstream.cost.curve import spread
+from slipstream.plan.setup import ALL
+
+DRAWS, _SEED = 1000, 0
+_LEVEL = (2.5, 97.5)
+
+Amount = Callable[[Run], tuple[float, float]]
+Pair = tuple[Run, Run]  # a setting's run, and plain decoding's of the same unit and round
+
+
+def whole(run: Run) -> tuple[float, float]:
+    """Tokens and seconds of the requests."""
+    return float(run.tokens), run.seconds
+
+
+def decoding(run: Run) -> tuple[float, float]:
+    """Likewise without the target's reading of the prompts."""
+    return float(run.tokens), run.decoding
+
+
+def steady(run: Run) -> tuple[float, float]:
+    """Likewise of steady steps, which a prediction is about; (0, 0) where there were none."""
+    return float(run.steady.tokens), run.steady.seconds.total if run.steady.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast as plain decoding; low, high: 95 % interval, the value itself without one."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def certain(self) -> bool:
+        """Whether there is an interval."""
+        return self.low < self.high
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting on one task, or on all of them (task "all"). pairs: with plain decoding beside."""
+
+    setting: Setting
+    task: str
+    pairs: tuple[Pair, ...]
+
+    @cached_property
+    def speedup(self) -> Ratio:
+        """Of whole requests."""
+        found = ratio(self.pairs, whole)
+        assert found is not None
+        return found
+
+    @cached_property
+    def decoding(self) -> Ratio:
+        """Of decoding."""
+        found = ratio(self.pairs, decoding)
+        assert found is not None
+        return found
+
+    @cached_property
+    def steady(self) -> Ratio | None:
+        """Of steady steps; None where there were too few."""
+        return ratio(self.pairs, steady)
+
+    @cached_property
+    def counts(self) -> DraftCounts:
+        total = DraftCounts()
+        for run, _ in self.pairs:
+            for answer in run.answers:
+                total.add(answer.counts.counts)
+        return total
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of whole requests, all rows together."""
+        return _rate([run for run, _ in self.pairs], whole)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return add_all(
+            answer.counts.acceptance(len(answer.counts.drafted_at))
+            for run, _ in self.pairs
+            for answer in run.answers
+        )
+
+    @property
+    def split(self) -> dict[str, float]:
+        """Seconds a token by where they went: target, drafter, prefill, other."""
+        return split([run for run, _ in self.pairs])
+
+    @property
+    def answers(self) -> int:
+        return sum(len(run.answers) for run, _ in self.pairs)
+
+    @property
+    def same(self) -> int:
+        """Answers with plain decoding's tokens."""
+        return sum(
+            ours.ids == theirs.ids
+            for run, plain in self.pairs
+            for ours, theirs in zip(run.answers, plain.answers, strict=True)
+        )
+
+
+def split(runs: Sequence[Run]) -> dict[str, float]:
+    """Seconds a token by where they went."""
+    tokens = sum(run.tokens for run in runs)
+    return {name: sum(getattr(r.parts, name) for r in runs) / tokens for name in Parts.model_fields}
+
+
+def ratio(pairs: Sequence[Pair], amount: Amount) -> Ratio | None:
+    """All tokens over all seconds against plain decoding's; None where either has none."""
+    ours = np.array([amount(run) for run, _ in pairs]).reshape(-1, 2)
+    theirs = np.array([amount(plain) for _, plain in pairs]).reshape(-1, 2)
+    there = (ours[:, 1] > 0) & (theirs[:, 1] > 0)
+    both = np.concatenate([ours[there], theirs[there]], axis=1)  # [pairs, 4]
+    if not len(both):
+        return None
+    value = float(_quotient(both.sum(0)))
+    if len(both) == 1:
+        return Ratio(value, value, value)
+    picks = np.random.default_rng(_SEED).multinomial(len(both), [1 / len(both)] * len(both), size=DRAWS)
+    low, high = (float(v) for v in np.percentile(_quotient(picks @ both), _LEVEL))
+    return Ratio(value, min(low, value), max(high, value))
+
+
+def _quotient(sums: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    """sums [..., 4]: tokens and seconds of a setting, and of plain decoding."""
+    return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+
+
+def _rate(runs: Iterable[Run], amount: Amount) -> float:
+    tokens, seconds = (sum(v) for v in zip(*map(amount, runs), strict=True))
+    return tokens / seconds if seconds else 0.0
+
+
+class Summary:
+    """A bundle with what follows from it."""
+
+    def __init__(self, bundle: BenchBundle) -> None:
+        self.bundle = bundle
+        self.plain = {(r.round, r.unit): r for r in bundle.runs if bundle.of(r).plain}
+        self._pairs: dict[int, list[Pair]] = {}
+        for run in bundle.runs:
+            beside = self.plain.get((run.round, run.unit))
+            if beside is not None:
+                self._pairs.setdefault(run.setting, []).append((run, beside))
+
+    @property
+    def tasks(self) -> list[str]:
+        """ "all" is not one of them."""
+        return self.bundle.tasks
+
+    def cell(self, place: int, task: str = ALL) -> Cell | None:
+        """Of the setting at this place; None where nothing of it was measured."""
+        units = self.bundle.units
+        pairs = [p for p in self._pairs.get(place, ()) if task == ALL or units[p[0].unit].task == task]
+        return Cell(self.bundle.settings[place], task, tuple(pairs)) if pairs else None
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """Every setting on every task, plain decoding included."""
+        return [c for i in range(len(self.bundle.settings)) for t in self.tasks if (c := self.cell(i, t))]
+
+    @cached_property
+    def totals(self) -> list[Cell]:
+        """Every setting on all tasks together, plain decoding included."""
+        return [c for i in range(len(self.bundle.settings)) if (c := self.cell(i))]
+
+    @cached_property
+    def conditions(self) -> list[tuple[int, float]]:
+        """(batch, temperature) of which something was measured."""
+        found = {(c.setting.batch, c.setting.temperature) for c in self.totals}
+        return sorted(found)
+
+    def at(self, batch: int, temperature: float) -> list[Cell]:
+        """Totals under one condition, plain decoding first."""
+        return [c for c in self.totals if (c.setting.batch, c.setting.temperature) == (batch, temperature)]
+
+    def of(self, setting: Setting, task: str = ALL) -> Cell | None:
+        """The cell of a setting by its value."""
+        places = [i for i, s in enumerate(self.bundle.settings) if s == setting]
+        return self.cell(places[0], task) if places else None
+
+    @cached_property
+    def differences(self) -> list[Difference]:
+        return differences(self.bundle)
+
+    @property
+    def broken(self) -> list[Difference]:
+        """Differences from plain decoding where the same tokens were promised."""
+        return [d for d in self.differences if d.broken]
+
+    @cached_property
+    def spread(self) -> float | None:
+        """How much plain decoding's rate scatters between rounds of one unit, as a share of its median, the
+        middle one of all units; None of one round."""
+        rates: dict[int, list[float]] = {}
+        for (_, unit), run in self.plain.items():
+            rates.setdefault(unit, []).append(run.tokens / run.decoding)
+        known = sorted(spread(values) for values in rates.values() if len(values) > 1)
+        return known[len(known) // 2] if known else None
+
+    @property
+    def busy(self) -> list[str]:
+        """Why these numbers should not be trusted."""
+        found = [reason for note in self.bundle.sessions for reason in note.busy_because]
+        if self.spread is not None and self.spread > BUSY_SPREAD:
+            found.append(
+                f"rounds of plain decoding differ by {self.spread:.0%} (quiet: below {BUSY_SPREAD:.0%})"
+            )
+        return list(dict.fromkeys(found))

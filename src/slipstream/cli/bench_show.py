@@ -1,0 +1,94 @@
+"""A bench as tables on the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slipstream.bench.report import Report
+
+
+def show(report: Report) -> None:
+    """The report as tables on stdout."""
+    from slipstream.cli.output import stdout
+
+    console, bundle = stdout(), report.summary.bundle
+    machine = bundle.sessions[-1].machine
+    console.print(
+        f"{bundle.model} ({bundle.target.dtype}) on {machine.name}, {machine.threads} threads;"
+        f" {len(bundle.prompts)} prompts, {bundle.plan.rounds} round(s)",
+        markup=False,
+    )
+    console.print(f"\n{report.verdict}", style="bold", markup=False)
+    for note in report.notes:
+        console.print(note, style="red", markup=False)
+    for batch, temperature in report.summary.conditions:
+        console.print(_condition(report, batch, temperature))
+    for found in report.summary.differences[:20]:
+        console.print(str(found), style="red" if found.broken else "yellow", markup=False)
+    if report.comparison is not None:
+        _comparison(report)
+    show_figures(report)
+
+
+def _condition(report: Report, batch: int, temperature: float) -> Table:
+    from slipstream.bench.report import times
+    from slipstream.cli.output import plain_table
+    from slipstream.plan.page import per_second
+
+    summary = report.summary
+    tasks = summary.tasks if len(summary.tasks) > 1 else []
+    warm = f", TEMPERATURE {temperature:g}" if temperature else ""
+    heads = ["TOKENS", *(t.upper() for t in tasks), "TIMES AS FAST", "DECODING", "TOKENS/S", "TAU"]
+    table = plain_table(f"\nBATCH {batch}{warm}", *(f"\n{h}" for h in (*heads, "DRAFTING", "SAME")))
+    for cell in summary.at(batch, temperature):
+        setting, split = cell.setting, cell.split
+        own = [summary.of(setting, t) for t in tasks]
+        share = split["drafter"] / sum(split.values())
+        table.add_row(
+            setting.drafter if not setting.plain else "plain",
+            setting.how,
+            *("" if c is None or setting.plain else f"{c.speedup.value:.2f}" for c in own),
+            "1" if setting.plain else times(cell.speedup),
+            "1" if setting.plain else f"{cell.decoding.value:.2f}",
+            per_second(cell.rate),
+            f"{cell.counts.tau:.2f}",
+            "" if setting.plain else f"{share:.0%}",
+            "" if setting.plain else f"{cell.same}/{cell.answers}",
+        )
+    return table
+
+
+def _comparison(report: Report) -> None:
+    from slipstream.cli.output import plain_table, stdout
+
+    console, found = stdout(), report.comparison
+    assert found is not None
+    console.print(f"\nAgainst the baseline: {found.verdict}", style="bold", markup=False)
+    for note in found.notes:
+        console.print(note, style="dim", markup=False)
+    told = [c for c in found.changes if c.verdict != "same"]
+    if told:
+        table = plain_table("\nCELL", "\nBEFORE", "\nNOW", "\nCHANGE", "\nINTERVAL", "")
+        for c in told:
+            interval = f"{c.low:+.1%} to {c.high:+.1%}" if c.high < 10 else "not known"
+            table.add_row(
+                c.name, f"{c.before:.2f}", f"{c.after:.2f}", f"{c.change:+.1%}", interval, c.verdict
+            )
+        console.print(table)
+
+
+def show_figures(report: Report, *, details: bool = False) -> None:
+    """What is claimed and whether it was met; details: with what each is made of."""
+    from slipstream.cli.output import stdout
+
+    console = stdout()
+    told = [f for f in report.figures if details or f.met is not None]
+    if told:
+        console.print()
+    for figure in told:
+        console.print(f"{figure.claim}: {figure.verdict}; {figure.found}", markup=False)
+        for line in figure.lines if details else ():
+            console.print(f"  {line}", markup=False, style="dim")
