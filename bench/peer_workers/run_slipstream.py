@@ -1,0 +1,51 @@
+"""Slipstream as a peer among peers: one target, its drafters by turns, through the public API."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from protocol import serve
+
+import slipstream
+from common import versions
+from drafters import Workshop
+from slipstream import SamplingParams
+
+
+class Slipstream:
+    def __init__(self, config: dict[str, Any]) -> None:
+        """weights: "bf16", or another that `slipstream.load` knows. settings: name -> drafter."""
+        torch.set_num_threads(config["threads"])
+        known = inspect.signature(slipstream.load).parameters
+        options: dict[str, Any] = {}
+        if config["weights"] != "bf16":
+            options["weights"] = config["weights"]
+        if "prefix_cache" in known:
+            options["prefix_cache"] = False  # rounds repeat their prompts, which nobody may have cached
+        self._session = slipstream.load(config["target"], dtype="bfloat16", **options)
+        self._workshop = Workshop(self._session.info, config["draft"])
+        self._specs = config["settings"]
+        self._drafters = {name: self._workshop.build(spec) for name, spec in self._specs.items()}
+        self.about = {"versions": versions()}
+
+    def answer(self, setting: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
+        self._session.engine.set_drafter(self._drafters[setting])
+        done = self._session.generate(ids, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+        counts = done.counts
+        return {
+            "ids": list(done.tokens),
+            "drafted": counts.draft_tokens,
+            "accepted": counts.accepted_tokens,
+            "tau": counts.tau,
+        }
+
+    def forget(self) -> None:
+        for name, drafter in self._drafters.items():
+            if drafter.learns:
+                self._drafters[name] = self._workshop.build(self._specs[name])
+                drafter.shutdown()
+
+
+serve(Slipstream)
