@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import slipstream
+from prompts.make_drafters import COMPLETE, TASKS
 from slipstream.engine.inputs import chat_ids
 from slipstream.errors import ParameterError
 from slipstream.model.store import write_atomic
@@ -39,11 +40,28 @@ def make_parser(doc: str | None, name: str, max_tokens: int) -> argparse.Argumen
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Objects with id, task and prompt, one a line."""
+    """Objects with id, task and prompt, one a line; questions of Spec-Bench and problems of HumanEval, as
+    they are published, become such."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").strip().split("\n")]
-    except (OSError, ValueError) as error:
-        raise ParameterError(f"the prompts {path} cannot be read ({error}): check the file") from error
+        return [as_prompt(json.loads(line)) for line in path.read_text(encoding="utf-8").strip().split("\n")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ParameterError(
+            f"the prompts {path} cannot be read ({error!r}): every line must be an object with id, task and"
+            " prompt, a question of Spec-Bench (question_id, category, turns) or a problem of HumanEval"
+            " (task_id, entry_point, prompt)"
+        ) from error
+
+
+def as_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """Of a conversation the first turn."""
+    if "turns" in row:
+        category = str(row.get("task") or row["category"])
+        task = category if category in TASKS else "mt_bench"
+        return {"id": f"{task}/{row['question_id']}", "task": task, "prompt": str(row["turns"][0])}
+    if "entry_point" in row:
+        prompt = COMPLETE.format(prompt=row["prompt"].strip())
+        return {"id": str(row["task_id"]), "task": "humaneval", "prompt": prompt}
+    return {**row, "id": str(row["id"]), "task": str(row["task"]), "prompt": str(row["prompt"])}
 
 
 def encode(tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slipstream.errors import CapacityError, ModelError, SlipstreamError
+from slipstream.model.progress import size
 from slipstream.model.store import write_atomic
 
 STAMP = "slipstream-bench.json"
@@ -34,8 +35,8 @@ Note = Callable[[str], None]
 class Environment:
     """What is installed where.
 
-    steps: calls of pip one after the other, so that a later one takes what an earlier one chose. removed: what
-    a step drags in and must not stay. check: must run, or the environment is no good. extends: another
+    steps: calls of pip one after the other, so that a later one takes what an earlier one chose. removed:
+    what a step drags in and must not stay. check: must run, or the environment is no good. extends: another
     environment whose packages are seen too, behind its own. room: bytes on disk.
     """
 
@@ -165,8 +166,8 @@ def _require_room(folder: Path, wanted: Environment) -> None:
     free = shutil.disk_usage(there).free
     if free < wanted.room:
         raise CapacityError(
-            f"the environment {wanted.name} needs {wanted.room / 1e9:.0f} GB of disk and {free / 1e9:.1f} GB are"
-            f" free at {there}: free some room, or set SLIPSTREAM_BENCH_ENVS to another disk"
+            f"the environment {wanted.name} needs {size(wanted.room)} of disk and {size(free)} are free at"
+            f" {there}: free some room, or set SLIPSTREAM_BENCH_ENVS to another disk"
         )
 
 

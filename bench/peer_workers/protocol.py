@@ -1,7 +1,7 @@
 """What a peer's process and `peers.py` say to each other: a JSON object a line, over stdin and stdout.
 
 First the configuration comes in and {"ready": {...}} goes out. Then questions come, {"setting", "ids",
-"max_tokens"}, and each is answered by {"ids", "seconds", ...}: the ids generated after the prompt, the end
+"max_tokens"}, and each is answered by {"ids", "seconds", …}: the ids generated after the prompt, the end
 token included, and the wall time from having the prompt's ids to having the answer's, measured here for all
 engines alike. {"forget": true} begins a new round: nothing of earlier answers may be remembered. What goes
 wrong is told as {"error": ...}. The process ends when its stdin does.
@@ -26,8 +26,11 @@ class Peer(Protocol):
 
     about: dict[str, Any]
 
-    def answer(self, setting: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
-        """A greedy answer: ids, and what else is known of it (drafted and accepted tokens)."""
+    def answer(self, setting: str, ids: list[int], max_tokens: int) -> list[int]:
+        """The ids of a greedy answer."""
+
+    def told(self) -> dict[str, Any]:
+        """What else is known of that answer: drafted and accepted tokens. Not timed."""
 
     def forget(self) -> None: ...
 
@@ -51,9 +54,9 @@ def serve(make: Callable[[dict[str, Any]], Peer]) -> None:
                 tell({"forgot": True})
                 continue
             began = time.perf_counter()
-            reply = peer.answer(**question)
+            ids = peer.answer(**question)
             seconds = time.perf_counter() - began
-            tell({**reply, "seconds": seconds})
+            tell({"ids": ids, "seconds": seconds, **peer.told()})
     except Exception as error:
         traceback.print_exc()
         tell({"error": f"{type(error).__name__}: {error}"})

@@ -19,8 +19,11 @@ class Transformers:
         self._settings = {name: settings[of] for name, of in config["settings"].items()}
         self.about = {"versions": versions()}
 
-    def answer(self, setting: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
-        return {"ids": self._settings[setting](ids, max_tokens)}
+    def answer(self, setting: str, ids: list[int], max_tokens: int) -> list[int]:
+        return self._settings[setting](ids, max_tokens)
+
+    def told(self) -> dict[str, Any]:
+        return {}
 
     def forget(self) -> None:
         pass

@@ -24,7 +24,7 @@ class LlamaCpp:
         at = urlsplit(self._server.listening_address)
         self._line = http.client.HTTPConnection(at.hostname or "127.0.0.1", at.port, timeout=3600)
 
-    def answer(self, setting: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
+    def answer(self, setting: str, ids: list[int], max_tokens: int) -> list[int]:
         body = {
             "prompt": ids,
             "n_predict": max_tokens,
@@ -42,12 +42,15 @@ class LlamaCpp:
         ends = self._config["eos_ids"]
         if told["stop_type"] == "eos" and (not out or out[-1] not in ends):
             out.append(ends[0])  # it generated one, and leaves it out of what it tells
-        timings = told["timings"]
+        self._timings = told["timings"]
+        return out
+
+    def told(self) -> dict[str, Any]:
+        inside = (self._timings["prompt_ms"] + self._timings["predicted_ms"]) / 1e3
         return {
-            "ids": out,
-            "drafted": timings.get("draft_n", 0),
-            "accepted": timings.get("draft_n_accepted", 0),
-            "seconds_inside": (timings["prompt_ms"] + timings["predicted_ms"]) / 1e3,
+            "drafted": self._timings.get("draft_n", 0),
+            "accepted": self._timings.get("draft_n_accepted", 0),
+            "seconds_inside": inside,
         }
 
     def forget(self) -> None:

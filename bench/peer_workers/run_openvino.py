@@ -28,7 +28,7 @@ class OpenVINO:
         self._eos_ids = config["eos_ids"]
         self.about = {"versions": f"openvino-genai {importlib.metadata.version('openvino-genai')}"}
 
-    def answer(self, setting: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
+    def answer(self, setting: str, ids: list[int], max_tokens: int) -> list[int]:
         config = genai.GenerationConfig(max_new_tokens=max_tokens, do_sample=False)
         config.eos_token_id = self._eos_ids[0]
         config.stop_token_ids = set(self._eos_ids)
@@ -38,7 +38,10 @@ class OpenVINO:
         line = np.array([ids], dtype=np.int64)
         prompt = genai.TokenizedInputs(ov.Tensor(line), ov.Tensor(np.ones_like(line)))
         done = self._pipe.generate(prompt, config)
-        return {"ids": [int(token) for token in done.tokens[0]]}
+        return [int(token) for token in done.tokens[0]]
+
+    def told(self) -> dict[str, Any]:
+        return {}
 
     def forget(self) -> None:
         pass

@@ -30,16 +30,14 @@ class Slipstream:
         self._drafters = {name: self._workshop.build(spec) for name, spec in self._specs.items()}
         self.about = {"versions": versions()}
 
-    def answer(self, setting: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
+    def answer(self, setting: str, ids: list[int], max_tokens: int) -> list[int]:
         self._session.engine.set_drafter(self._drafters[setting])
         done = self._session.generate(ids, SamplingParams(max_tokens=max_tokens, temperature=0.0))
-        counts = done.counts
-        return {
-            "ids": list(done.tokens),
-            "drafted": counts.draft_tokens,
-            "accepted": counts.accepted_tokens,
-            "tau": counts.tau,
-        }
+        self._counts = done.counts
+        return list(done.tokens)
+
+    def told(self) -> dict[str, Any]:
+        return {"drafted": self._counts.draft_tokens, "accepted": self._counts.accepted_tokens}
 
     def forget(self) -> None:
         for name, drafter in self._drafters.items():

