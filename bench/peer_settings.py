@@ -276,21 +276,33 @@ def _vllm_of(setting: Setting, models: Models) -> tuple[Path, dict[str, Any], Ma
         "context": models.context,
         "eos_ids": models.eos_ids,
     }
-    python = prepare(setting.engine)
-    return python, config, vllm_variables(models.threads)
+    return prepare(setting.engine), config, {**vllm_variables(models.threads), **_bound(models.threads)}
 
 
 def vllm_variables(threads: int) -> dict[str, str]:
-    """vLLM's CPU page: Intel's OpenMP and tcmalloc preloaded, one thread a core, bound to it."""
+    """vLLM's CPU page: Intel's OpenMP and tcmalloc preloaded, one thread a core, bound to it. Without the
+    bound vLLM leaves a core to its other processes, which of two cores is one too many."""
     home = prepare("vllm").parents[1]
-    system = Path("/usr/lib")
-    found = [*system.glob("*/libtcmalloc_minimal.so.4"), *home.glob("lib/libiomp5.so")]
-    cores = sorted(os.sched_getaffinity(0))[:threads]
+    found = [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"), *home.glob("lib/libiomp5.so")]
     return {
         "LD_PRELOAD": ":".join(map(str, found)),
-        "OMP_NUM_THREADS": str(threads),
-        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, cores))}]",
-        "KMP_BLOCKTIME": "5",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cores(threads))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
     }
+
+
+def _bound(threads: int) -> dict[str, str]:
+    """What vLLM sets for its worker processes, for one that is its own worker."""
+    cores = ",".join(map(str, _cores(threads)))
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+    }
+
+
+def _cores(threads: int) -> list[int]:
+    return sorted(os.sched_getaffinity(0))[:threads]
