@@ -20,8 +20,9 @@ def parameters(config: dict[str, Any]) -> xllamacpp.CommonParams:
     params.model.path = config["model"]
     params.n_ctx = config["context"]
     params.n_parallel = config.get("rows", 1)
-    params.cache_prompt = config.get("prefix_cache", False)
-    params.cache_ram_mib = params.cache_ram_mib if params.cache_prompt else 0
+    if not config.get("prefix_cache"):
+        params.cache_prompt = False
+        params.cache_ram_mib = 0
     params.port = config.get("port", 0)
     threads = [params.cpuparams, params.cpuparams_batch]
     speculative = params.speculative

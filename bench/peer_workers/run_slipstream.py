@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -18,12 +17,8 @@ class Slipstream:
     def __init__(self, config: dict[str, Any]) -> None:
         """weights: "bf16", or another that `slipstream.load` knows. settings: name -> drafter."""
         torch.set_num_threads(config["threads"])
-        known = inspect.signature(slipstream.load).parameters
-        options: dict[str, Any] = {}
-        if config["weights"] != "bf16":
-            options["weights"] = config["weights"]
-        if "prefix_cache" in known:
-            options["prefix_cache"] = False  # rounds repeat their prompts, which nobody may have cached
+        weights = config["weights"]
+        options = {} if weights == "bf16" else {"weights": weights}
         self._session = slipstream.load(config["target"], dtype="bfloat16", **options)
         self._workshop = Workshop(self._session.info, config["draft"])
         self._specs = config["settings"]
