@@ -7,7 +7,7 @@ TARGET := qwen2.5-coder-1.5b
 DRAFT  := qwen2.5-coder-0.5b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-real check format bench bench-drafters tiny-models clean
+.PHONY: help install demo test test-slow test-real check format bench bench-drafters bench-peers tiny-models clean
 
 help:  ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ bench: $(STAMP)  ## The table of the README (about half an hour on two cores)
 
 bench-drafters: $(STAMP)  ## Every drafter against plain decoding (hours on two cores; run it again to go on)
 	$(BIN)/python bench/drafters.py --resume
+
+bench-peers: $(STAMP)  ## Slipstream, transformers, llama.cpp, vLLM and OpenVINO by turns (hours; run it again to go on)
+	$(BIN)/python bench/peers.py --resume
 
 tiny-models: $(STAMP)  ## Train the models and drafters that ship with the package (20 minutes on two cores)
 	$(BIN)/python -m pip install --quiet -e '.[train]' -c constraints.txt

@@ -96,7 +96,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
 
 
 def test_usage_grows_with_the_stream_where_asked(client: openai.OpenAI) -> None:
-    """vLLM's extension, which load generators ask for: a chunk holds several tokens where drafts were right."""
+    """vLLM's extension, which load generators ask for: a chunk may hold several tokens."""
     stream = client.completions.create(
         model="tiny",
         prompt="abcabcabc",
