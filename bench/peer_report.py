@@ -51,8 +51,8 @@ class PeerReport:
         return rate([mine[k] for k in both]) / rate([theirs[k] for k in both]) if both else None
 
     def best(self, engine: str, weights: str | None = None) -> Setting | None:
-        """The engine's one setting with the most tokens/s over all prompts; vllm stands for vllm-zen too."""
-        of = [s for s in self.measured if s.engine.split("-")[0] == engine and weights in (None, s.weights)]
+        """The engine's one setting with the most tokens/s over all prompts, whichever build of it."""
+        of = [s for s in self.measured if _family(s.engine) == engine and weights in (None, s.weights)]
         return max(of, key=self.median, default=None)
 
     # -- tables ---------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class PeerReport:
             return Target(aim, None)
         picked = {}
         for task in self.tasks:
-            of = [s for s in self.measured if s.engine == LLAMACPP and self.rates(s, task)]
+            of = [s for s in self.measured if _family(s.engine) == LLAMACPP and self.rates(s, task)]
             picked[task] = self.ratio(ours, max(of, key=lambda s, t=task: self.median(s, t)), task)
         told = ", ".join(f"{task} {times(r)} ({times(picked[task])})" for task, r in found.items())
         met = all(ratio is not None and ratio >= 1.0 for ratio in found.values())
@@ -258,7 +258,7 @@ class PeerReport:
 
         engines = list(dict.fromkeys(s.engine for s in self.measured))
         colour = {engine: COLOURS[i % len(COLOURS)] for i, engine in enumerate(engines)}
-        best = [b for e in dict.fromkeys(e.split("-")[0] for e in engines) if (b := self.best(e))]
+        best = [b for e in dict.fromkeys(map(_family, engines)) if (b := self.best(e))]
         with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "slipstream"}):
             height = 0.6 + 0.24 * len(self.measured)
             figure, (all_, by_task) = pyplot.subplots(
@@ -302,3 +302,8 @@ class PeerReport:
             for suffix in (".png", ".svg"):
                 figure.savefig(path.with_suffix(suffix), dpi=150)
             pyplot.close(figure)
+
+
+def _family(engine: str) -> str:
+    """Whose build it is: vllm of vllm-zen."""
+    return engine.partition("-")[0]

@@ -74,19 +74,20 @@ def _ours(weights: str) -> list[Setting]:
     return [Setting(SLIPSTREAM, weights, m, m, OURS, learns=m in learning) for m in methods]
 
 
-def _llamacpp(weights: str) -> list[Setting]:
+def _llamacpp(engine: str, weights: str, usual: bool) -> list[Setting]:
+    """usual: whether drafting is measured unasked; plain decoding always is."""
+
     def draft(length: int) -> dict[str, Any]:
         return {"draft": {"model": DRAFT, "n_max": length}}
 
     short = {"ngram_mod": {"n_match": 16, "n_min": 4, "n_max": 16}}
-    full = weights == "q4_k_m"
     return [
-        Setting(LLAMACPP, weights, "plain", {}, "llama.cpp's defaults"),
-        Setting(LLAMACPP, weights, "draft 3", draft(3), LLAMA_DEFAULT, usual=full),
-        Setting(LLAMACPP, weights, "draft 16", draft(16), LLAMA_OLD, usual=full),
-        Setting(LLAMACPP, weights, "ngram_mod", {"ngram_mod": {}}, LLAMA_NGRAM, learns=True, usual=full),
-        Setting(LLAMACPP, weights, "ngram_mod short", short, LLAMA_DENSE, learns=True, usual=False),
-        Setting(LLAMACPP, weights, "ngram_simple", {"ngram_simple": {}}, LLAMA_SIMPLE, usual=False),
+        Setting(engine, weights, "plain", {}, "llama.cpp's defaults"),
+        Setting(engine, weights, "draft 3", draft(3), LLAMA_DEFAULT, usual=usual),
+        Setting(engine, weights, "draft 16", draft(16), LLAMA_OLD, usual=usual),
+        Setting(engine, weights, "ngram_mod", {"ngram_mod": {}}, LLAMA_NGRAM, learns=True, usual=usual),
+        Setting(engine, weights, "ngram_mod short", short, LLAMA_DENSE, learns=True, usual=False),
+        Setting(engine, weights, "ngram_simple", {"ngram_simple": {}}, LLAMA_SIMPLE, usual=False),
     ]
 
 
@@ -118,8 +119,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(HF, "bf16", "assisted 5", HF_ASSISTED[0], HF_DOCS),
     Setting(HF, "bf16", "assisted 20, threshold", HF_ASSISTED[1], HF_DEFAULT),
     Setting(HF, "bf16", "prompt lookup 10", HF_ASSISTED[2], HF_DOCS),
-    *_llamacpp("q4_k_m"),
-    *_llamacpp("q8_0"),
+    *_llamacpp(LLAMACPP, "q4_k_m", usual=True),
+    *_llamacpp(LLAMACPP, "q8_0", usual=False),
+    *_llamacpp(f"{LLAMACPP}-native", "q4_k_m", usual=True),
+    *_llamacpp(f"{LLAMACPP}-native", "q8_0", usual=False),
     *_vllm(VLLM, VLLM_CPU, usual=True),
     *_vllm(f"{VLLM}-zen", VLLM_ZEN, usual=False),
     *_openvino(),
@@ -249,14 +252,22 @@ def _filled(value: Any, draft: Callable[[], str]) -> Any:
 
 
 def _llamacpp_of(setting: Setting, models: Models) -> tuple[Path, dict[str, Any], Mapping[str, str]]:
-    config = {
+    return prepare("llamacpp"), _gguf_config(setting, models), {}
+
+
+def _native_of(setting: Setting, models: Models) -> tuple[Path, dict[str, Any], Mapping[str, str]]:
+    python = prepare("llamacpp-native")
+    return python, {**_gguf_config(setting, models), "program": str(python.parent / "llama-server")}, {}
+
+
+def _gguf_config(setting: Setting, models: Models) -> dict[str, Any]:
+    return {
         "model": models.gguf_of("target", setting.weights),
         "speculative": _filled(setting.value, lambda: models.gguf_of("draft", "q4_k_m")),
         "threads": models.threads,
         "context": models.context,
         "eos_ids": models.eos_ids,
     }
-    return prepare("llamacpp"), config, {}
 
 
 def _openvino_of(setting: Setting, models: Models) -> tuple[Path, dict[str, Any], Mapping[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from rich.console import Console
 import environments
 import peer_driver
 from common import Log, as_prompt, read_prompts
-from environments import ENVIRONMENTS, Environment, prepare
+from environments import ENVIRONMENTS, Built, Environment, prepare
 from gguf_models import gguf_file, requantise
 from peer_driver import Crew, PeerError, Watch, Worker
 from peer_report import PeerReport
@@ -267,6 +268,31 @@ def test_an_environment_that_was_not_finished_is_made_anew(made: Path) -> None:
     pip = Pip()
     prepare("one", print, pip)
     assert len(pip.commands) == 5
+
+
+def test_a_program_is_compiled_from_its_source_package(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Built("s==1", "third/party", "engine", ("-DFAST=ON",))
+    monkeypatch.setitem(environments.ENVIRONMENTS, "built", Environment("built", (), "", built=built, room=1))
+    pip = Pip()
+
+    def run(command: Sequence[str], log: Path) -> int:
+        if "download" in command:
+            folder = Path(command[command.index("-d") + 1])
+            (folder / "s-1/third/party").mkdir(parents=True)
+            shutil.make_archive(str(folder / "s-1"), "gztar", folder, "s-1")
+            shutil.rmtree(folder / "s-1")
+        elif "-S" in command:
+            assert Path(command[command.index("-S") + 1]).parts[-3:] == ("s-1", "third", "party")
+        elif "--build" in command:
+            program = Path(command[command.index("--build") + 1]) / "bin/engine"
+            program.parent.mkdir(parents=True)
+            program.write_text("#!/bin/sh")
+            program.chmod(0o755)
+        return pip(command, log)
+
+    python = prepare("built", print, run)
+    assert (python.parent / "engine").read_text() == "#!/bin/sh"
+    assert [c for c in pip.commands if "-DFAST=ON" in c] and not list((made / "built").glob("tmp*"))
 
 
 def test_an_environment_of_ones_own_is_taken_as_it_is(
