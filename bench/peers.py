@@ -151,9 +151,7 @@ def measure(
 
     total = sum(len(p.settings) for p in everyone) * len(prompts) * args.rounds
     try:
-        with Progress(
-            console=console, auto_refresh=False
-        ) as progress:  # nothing runs beside what is measured
+        with Progress(console=console, auto_refresh=False) as progress:  # nothing shall run beside the peers
             progress.add_task("", total=total, completed=len(done))
             for round_ in range(args.rounds):
                 first = round_ % max(1, len(everyone))

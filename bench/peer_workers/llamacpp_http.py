@@ -12,8 +12,7 @@ class Client:
     """eos_ids: the ids that end an answer. timings: llama.cpp's own, of the last answer."""
 
     def __init__(self, address: str, eos_ids: list[int]) -> None:
-        at = urlsplit(address)
-        self._line = http.client.HTTPConnection(at.hostname or "127.0.0.1", at.port, timeout=3600)
+        self._at = urlsplit(address)
         self._eos_ids = eos_ids
         self.timings: dict[str, Any] = {}
 
@@ -44,13 +43,15 @@ class Client:
             "seconds_inside": inside,
         }
 
-    def close(self) -> None:
-        self._line.close()
-
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        self._line.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        response = self._line.getresponse()
-        told = json.loads(response.read())
+        # A line of its own each time: the server hangs up on one that rested for some seconds.
+        line = http.client.HTTPConnection(self._at.hostname or "127.0.0.1", self._at.port, timeout=3600)
+        try:
+            line.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = line.getresponse()
+            told = json.loads(response.read())
+        finally:
+            line.close()
         if response.status != 200:
             raise RuntimeError(f"llama.cpp answered {response.status}: {told.get('error', told)}")
         return told

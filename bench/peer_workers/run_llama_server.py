@@ -45,7 +45,6 @@ class LlamaServer:
     def forget(self) -> None:
         """`ngram_mod` remembers what it saw of other requests: a new server does not."""
         if "ngram_mod" in self._config["speculative"]:
-            self._client.close()
             self._child.terminate()
             self._child.wait()
             self._start()

@@ -30,7 +30,6 @@ class LlamaCpp:
     def forget(self) -> None:
         """`ngram_mod` remembers what it saw of other requests: a new server does not."""
         if "ngram_mod" in self._config["speculative"]:
-            self._client.close()
             del self._server
             self._start()
 

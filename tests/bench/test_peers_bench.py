@@ -89,9 +89,10 @@ def test_a_peer_answers_is_timed_and_forgets(worker: Worker, tmp_path: Path) -> 
     assert worker.about == {"versions": "echo 1"}
     first, second = (worker.ask("any", [1, 2, 3], 2) for _ in range(2))
     assert first["ids"] == [2, 3] and (first["seen"], second["seen"]) == (1, 2)
-    assert 0.1 <= first["seconds"] < 5
+    assert first["seconds"] >= 0.1  # it computes as long
     worker.forget()
-    assert worker.ask("any", [5], 9) == {"ids": [6], "seen": 1, "seconds": pytest.approx(0.1, abs=3)}
+    again = worker.ask("any", [5], 9)
+    assert again["ids"] == [6] and again["seen"] == 1
     log = (tmp_path / "logs/echo.log").read_text()
     assert "noise on stdout" in log and "more noise" in log
 
