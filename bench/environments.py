@@ -72,7 +72,7 @@ ENVIRONMENTS = {
         Environment("llamacpp", (("xllamacpp==2026.10.11549",),), "import xllamacpp"),
         Environment(
             "llamacpp-native",
-            (("cmake==3.31.6", "ninja==1.13.0"),),
+            (("cmake==3.31.6", "ninja==1.13.2"),),
             "",
             built=Built(
                 "xllamacpp==2026.10.11549",

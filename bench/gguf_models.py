@@ -3,8 +3,8 @@
     python bench/gguf_models.py NAME [--weights q4_k_m|q8_0]
 
 Q4_K_M is the file that the catalogue's packages carry, and of which the bf16 weights here were made. Q8_0 is
-made of it: every matrix dequantised and quantised anew, so that both are the same model. Files lie under
-bench/out/gguf and are checked or made once.
+made of it: every matrix dequantised and quantised anew, so that both are the same model. Files lie in the
+Slipstream cache, in gguf/, and are checked or made once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from slipstream.errors import ModelError, SlipstreamError
 from slipstream.model.catalogue import CATALOGUE, find
 from slipstream.model.download import fetch_gguf
 from slipstream.model.progress import Progress, Silent
-from slipstream.model.store import Store, manifest, require_room, seal
+from slipstream.model.store import Store, cache_dir, manifest, require_room, seal
 
-OUT = Path(__file__).parent / "out" / "gguf"
 WEIGHTS = ("q4_k_m", "q8_0")
 
 
-def gguf_file(name: str, weights: str = "q4_k_m", progress: Progress | None = None, out: Path = OUT) -> Path:
+def gguf_file(
+    name: str, weights: str = "q4_k_m", progress: Progress | None = None, out: Path | None = None
+) -> Path:
     """The file of a catalogue model, fetched or made if need be. Raises ModelError, CapacityError."""
     progress = progress or Silent()
+    out = out or cache_dir() / "gguf"
     entry = find(name)
     if entry is None:
         names = ", ".join(e.name for e in CATALOGUE)
