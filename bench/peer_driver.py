@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from peer_settings import GB, Process
+from peer_processes import GB, Process
 from slipstream.errors import SlipstreamError
 from slipstream.model.memory import available
 from slipstream.model.progress import size

@@ -32,7 +32,8 @@ from common import DRAFT
 from environments import prepare
 from gguf_models import gguf_file
 from peer_driver import WORKERS
-from peer_settings import LLAMACPP, VLLM, vllm_variables
+from peer_processes import vllm_variables
+from peer_settings import LLAMACPP, VLLM
 from serve_common import answers, wait_until
 from slipstream.cli.output import TerminalProgress
 from slipstream.errors import SlipstreamError

@@ -49,8 +49,9 @@ from common import (
 )
 from drafters import chosen as named
 from peer_driver import Crew, PeerError, Watch, Worker
+from peer_processes import Models, Process, context_for, processes
 from peer_report import PeerReport
-from peer_settings import SETTINGS, Models, Process, Setting, chosen, context_for, processes
+from peer_settings import SETTINGS, Setting, chosen
 from prompts.make_drafters import spaced
 from slipstream.cli.output import TerminalProgress
 from slipstream.errors import ParameterError, SlipstreamError

@@ -21,14 +21,17 @@ from rich.console import Console
 
 import environments
 import peer_driver
+import peer_processes
 from common import Log, as_prompt, read_prompts
 from environments import ENVIRONMENTS, Built, Environment, prepare
 from gguf_models import gguf_file, requantise
 from peer_driver import Crew, PeerError, Watch, Worker
+from peer_processes import GB, Models, Process, processes
 from peer_report import PeerReport
-from peer_settings import GB, SETTINGS, Process, Setting, chosen
+from peer_settings import SETTINGS, Setting, chosen
 from peers import counted, few, main
 from slipstream.errors import ModelError, ParameterError
+from slipstream.model.progress import Silent
 from slipstream.testing.tiny import save_tiny
 
 ECHO = """
@@ -218,6 +221,34 @@ def test_every_setting_has_a_source_and_a_name_of_its_own() -> None:
     }
     with pytest.raises(ParameterError, match="no setting is called 'lama\\*'; there are slipstream"):
         chosen("lama*")
+
+
+def test_every_setting_is_run_by_its_engine_s_script_with_what_it_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = (tmp_path / "target", tmp_path / "draft")
+    models = Models("t", "d", folders, (9,), 2, 512, Silent(), {"target": "t.gguf", "draft": "d.gguf"})
+    monkeypatch.setattr(peer_processes, "prepare", lambda name: tmp_path / name / "bin/python")
+    made, missing = processes([s for s in SETTINGS if s.weights != "int8"], models)
+    assert not missing and sum(len(p.settings) for p in made) == len(
+        [s for s in SETTINGS if s.weights != "int8"]
+    )
+    by_name = {p.name: (p, *p.prepare()) for p in made}
+    ours, _, config, _ = by_name["slipstream bf16"]
+    assert ours.own and ours.learns and len(ours.settings) == 5
+    assert config["settings"]["bf16 draft-int8"].startswith("draft_model:model=d,")
+    draft, python, config, _ = by_name["llama.cpp q4_k_m draft 16"]
+    assert (draft.script, python.parts[-3]) == ("run_llamacpp.py", "llamacpp")
+    assert config["speculative"] == {"draft": {"model": "d.gguf", "n_max": 16}} and config["eos_ids"] == (9,)
+    native, _, config, _ = by_name["llama.cpp-native q4_k_m ngram_mod"]
+    assert native.learns and native.script == "run_llama_server.py"
+    assert config["program"].endswith("llamacpp-native/bin/llama-server")
+    for name in ("vllm", "vllm-zen"):
+        one, python, config, variables = by_name[f"{name} bf16 draft 5"]
+        assert (one.script, python.parts[-3]) == ("run_vllm.py", name)
+        assert config["speculative"]["model"] == str(folders[1])
+        assert variables["OMP_NUM_THREADS"] == "2"
+    assert by_name["openvino q4_k_m draft 4"][2]["draft"] == "d.gguf"
 
 
 class Pip:
