@@ -112,6 +112,10 @@ ENVIRONMENTS = {
 }
 
 
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def root() -> Path:
     named = os.environ.get("SLIPSTREAM_BENCH_ENVS")
     return Path(named).expanduser() if named else Path(__file__).parent / "out" / "envs"
@@ -124,7 +128,7 @@ def run(command: Sequence[str], log: Path) -> int:
         return subprocess.call(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
 
-def prepare(name: str, note: Note = print, run: Run = run) -> Path:
+def prepare(name: str, note: Note = to_stderr, run: Run = run) -> Path:
     """The environment's Python, made if need be. "project" is this one. Raises a SlipstreamError.
 
     What was made for other versions, or not to its end, is made anew.

@@ -1,4 +1,4 @@
-"""The processes that run the settings of `peer_settings.py`: which share one, what each is given, what it needs."""
+"""The processes that run the settings of `peer_settings.py`: who shares one, what it is given, what it needs."""
 
 from __future__ import annotations
 
@@ -123,12 +123,14 @@ def _hf(settings: Sequence[Setting], models: Models) -> Ready:
 
 
 def _llamacpp(setting: Setting, models: Models) -> Ready:
-    return prepare("llamacpp"), _gguf_words(setting, models), {}
+    config = _gguf_words(setting, models)  # first, for it may not be had at all
+    return prepare("llamacpp"), config, {}
 
 
 def _llamacpp_native(setting: Setting, models: Models) -> Ready:
+    config = _gguf_words(setting, models)
     python = prepare("llamacpp-native")
-    return python, {**_gguf_words(setting, models), "program": str(python.parent / "llama-server")}, {}
+    return python, {**config, "program": str(python.parent / "llama-server")}, {}
 
 
 def _gguf_words(setting: Setting, models: Models) -> dict[str, Any]:
