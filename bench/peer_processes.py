@@ -1,4 +1,4 @@
-"""The processes that run the settings of `peer_settings.py`: who shares one, what it is given, what it needs."""
+"""The processes that run the settings of `peer_settings.py`: who shares one, what it gets, what it needs."""
 
 from __future__ import annotations
 

@@ -1,47 +1,64 @@
-"""llama.cpp's server as a client sees it. HTTP costs a millisecond an answer."""
+"""llama.cpp's server as a peer: asked over HTTP, which costs a millisecond an answer."""
 
 from __future__ import annotations
 
 import http.client
 import json
+from abc import ABC, abstractmethod
 from typing import Any
 from urllib.parse import urlsplit
 
 
-class Client:
-    """eos_ids: the ids that end an answer. timings: llama.cpp's own, of the last answer."""
+class LlamaCpp(ABC):
+    """config: eos_ids are the ids that end an answer; speculative as `llamacpp_params.parameters` takes it."""
 
-    def __init__(self, address: str, eos_ids: list[int]) -> None:
-        self._at = urlsplit(address)
-        self._eos_ids = eos_ids
-        self.timings: dict[str, Any] = {}
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self._at = urlsplit(self.start())
+        self._timings: dict[str, Any] = {}
+        self.about = self.build()
 
-    def answer(self, ids: list[int], max_tokens: int) -> list[int]:
-        """The ids of a greedy answer, the end token included, by no cache of prompts."""
-        told = self._post(
-            "/completion",
-            {
-                "prompt": ids,
-                "n_predict": max_tokens,
-                "temperature": 0.0,
-                "top_k": 1,
-                "cache_prompt": False,
-                "return_tokens": True,
-            },
-        )
+    @abstractmethod
+    def start(self) -> str:
+        """A server that is ready; gives its address."""
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    @abstractmethod
+    def build(self) -> dict[str, Any]:
+        """Which build it is."""
+
+    def answer(self, setting: str, ids: list[int], max_tokens: int) -> list[int]:
+        body = {
+            "prompt": ids,
+            "n_predict": max_tokens,
+            "temperature": 0.0,
+            "top_k": 1,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
+        told = self._post("/completion", body)
         out = [int(token) for token in told["tokens"]]
-        if told["stop_type"] == "eos" and (not out or out[-1] not in self._eos_ids):
-            out.append(self._eos_ids[0])  # it generated one, and leaves it out of what it tells
-        self.timings = told["timings"]
+        ends = self.config["eos_ids"]
+        if told["stop_type"] == "eos" and (not out or out[-1] not in ends):
+            out.append(ends[0])  # it generated one, and leaves it out of what it tells
+        self._timings = told["timings"]
         return out
 
     def told(self) -> dict[str, Any]:
-        inside = (self.timings["prompt_ms"] + self.timings["predicted_ms"]) / 1e3
+        inside = (self._timings["prompt_ms"] + self._timings["predicted_ms"]) / 1e3
         return {
-            "drafted": self.timings.get("draft_n", 0),
-            "accepted": self.timings.get("draft_n_accepted", 0),
+            "drafted": self._timings.get("draft_n", 0),
+            "accepted": self._timings.get("draft_n_accepted", 0),
             "seconds_inside": inside,
         }
+
+    def forget(self) -> None:
+        """`ngram_mod` remembers what it saw of other requests: a new server does not."""
+        if "ngram_mod" in self.config["speculative"]:
+            self.stop()
+            self._at = urlsplit(self.start())
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         # A line of its own each time: the server hangs up on one that rested for some seconds.

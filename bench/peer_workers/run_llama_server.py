@@ -9,45 +9,36 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from llamacpp_http import Client
+from llamacpp_http import LlamaCpp
 from protocol import serve
 
 KINDS = {"draft": "draft-simple", "ngram_mod": "ngram-mod", "ngram_simple": "ngram-simple"}
 FLAGS = {"model": "--model-draft"}  # the others: --spec-KIND-FIELD
 
 
-class LlamaServer:
-    def __init__(self, config: dict[str, Any]) -> None:
-        """program: the file. The rest as `llamacpp_params.parameters`, and eos_ids."""
-        self._config = config
-        version = subprocess.run([config["program"], "--version"], capture_output=True, text=True, check=True)
-        self._start()
-        self.about = {"build": (version.stdout + version.stderr).strip(), "words": self._child.args}
+class LlamaServer(LlamaCpp):
+    """program: the file, in the configuration."""
 
-    def _start(self) -> None:
+    def start(self) -> str:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             port = one.getsockname()[1]
-        self._child = subprocess.Popen([self._config["program"], *words(self._config), "--port", str(port)])
+        self._child = subprocess.Popen([self.config["program"], *words(self.config), "--port", str(port)])
         address = f"http://127.0.0.1:{port}"
         while not healthy(address):
             if self._child.poll() is not None:
                 raise RuntimeError(f"llama-server ended with status {self._child.returncode}")
             time.sleep(0.2)
-        self._client = Client(address, self._config["eos_ids"])
+        return address
 
-    def answer(self, setting: str, ids: list[int], max_tokens: int) -> list[int]:
-        return self._client.answer(ids, max_tokens)
+    def stop(self) -> None:
+        self._child.terminate()
+        self._child.wait()
 
-    def told(self) -> dict[str, Any]:
-        return self._client.told()
-
-    def forget(self) -> None:
-        """`ngram_mod` remembers what it saw of other requests: a new server does not."""
-        if "ngram_mod" in self._config["speculative"]:
-            self._child.terminate()
-            self._child.wait()
-            self._start()
+    def build(self) -> dict[str, Any]:
+        command = [self.config["program"], "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+        return {"build": (said.stdout + said.stderr).strip(), "words": words(self.config)}
 
 
 def words(config: dict[str, Any]) -> list[str]:
