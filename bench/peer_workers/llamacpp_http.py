@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 class LlamaCpp(ABC):
-    """config: eos_ids are the ids that end an answer; speculative as `llamacpp_params.parameters` takes it."""
+    """config: eos_ids end an answer; speculative is as `llamacpp_params.parameters` takes it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
