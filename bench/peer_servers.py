@@ -7,8 +7,8 @@ starts `vllm serve` (its CPU build) and llama.cpp's server (through xllamacpp) o
 environments of bench/environments.py, and waits until they answer. With a command it runs that with `--peer
 NAME=URL …` added, then ends the servers and gives the command's status; without one it prints those words and
 serves until Ctrl-C. Both get the same model (bf16, and the Q4_K_M file it was made of), room for --rows
-requests at once and all threads. Prompts are kept for later ones that begin alike, as the servers do by
-themselves, unless --no-prefix-cache is given.
+requests at once and all threads. No prompt is kept for later ones that begin alike, for settings that are
+asked the same by turns would find each other's; --prefix-cache leaves that as the servers have it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=16, help="requests answered at once")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a request, with its answer")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false")
+    parser.add_argument("--prefix-cache", action="store_true")
     parser.add_argument("--gguf", default="", metavar="FILE", help="instead of the catalogue's")
     parser.add_argument("command", nargs="*", metavar="-- COMMAND …")
     args = parser.parse_args()
