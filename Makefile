@@ -7,7 +7,7 @@ TARGET := qwen2.5-coder-1.5b
 DRAFT  := qwen2.5-coder-0.5b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-real check format bench bench-drafters bench-sweep tiny-models clean
+.PHONY: help install demo test test-slow test-real check format bench bench-drafters bench-peers bench-sweep tiny-models clean
 
 help:  ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ bench-drafters: $(STAMP)  ## Every drafter against plain decoding (hours on two 
 
 bench-sweep: $(STAMP)  ## The planner's predictions against a full sweep (run it again to go on)
 	$(BIN)/python bench/sweep.py --minutes 90 --html bench/out/sweep.html
+
+bench-peers: $(STAMP)  ## Slipstream, transformers, llama.cpp, vLLM and OpenVINO by turns (hours; run it again to go on)
+	$(BIN)/python bench/peers.py --resume
 
 tiny-models: $(STAMP)  ## Train the models and drafters that ship with the package (20 minutes on two cores)
 	$(BIN)/python -m pip install --quiet -e '.[train]' -c constraints.txt

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import slipstream
+from prompts.make_drafters import COMPLETE, TASKS
 from slipstream.engine.inputs import chat_ids
 from slipstream.errors import ParameterError
 from slipstream.model.store import write_atomic
@@ -27,23 +28,47 @@ Row = dict[str, Any]
 (the whole request, prompt reading included), ids."""
 
 
-def make_parser(doc: str | None, name: str, max_tokens: int) -> argparse.ArgumentParser:
-    """The options that all benches have; `name` names the prompts and the results."""
+def make_parser(
+    doc: str | None, name: str, max_tokens: int, several: bool = False
+) -> argparse.ArgumentParser:
+    """The options that all benches have; `name` names the prompts and the results. several: --prompts takes
+    more than one file, and is a list."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=max_tokens)
-    parser.add_argument("--prompts", type=Path, default=PROMPTS / f"{name}.jsonl", metavar="FILE")
+    prompts = PROMPTS / f"{name}.jsonl"
+    if several:
+        parser.add_argument("--prompts", type=Path, nargs="+", default=[prompts], metavar="FILE")
+    else:
+        parser.add_argument("--prompts", type=Path, default=prompts, metavar="FILE")
     parser.add_argument("--json", type=Path, default=Path(f"bench/out/{name}.json"), metavar="FILE")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     return parser
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Objects with id, task and prompt, one a line."""
+    """Objects with id, task and prompt, one a line; questions of Spec-Bench and problems of HumanEval, as
+    they are published, become such."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").strip().split("\n")]
-    except (OSError, ValueError) as error:
-        raise ParameterError(f"the prompts {path} cannot be read ({error}): check the file") from error
+        return [as_prompt(json.loads(line)) for line in path.read_text(encoding="utf-8").strip().split("\n")]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ParameterError(
+            f"the prompts {path} cannot be read ({error!r}): every line must be an object with id, task and"
+            " prompt, a question of Spec-Bench (question_id, category, turns) or a problem of HumanEval"
+            " (task_id, entry_point, prompt)"
+        ) from error
+
+
+def as_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """Of a conversation the first turn."""
+    if "turns" in row:
+        category = str(row.get("task") or row["category"])
+        task = category if category in TASKS else "mt_bench"
+        return {"id": f"{task}/{row['question_id']}", "task": task, "prompt": str(row["turns"][0])}
+    if "entry_point" in row:
+        prompt = COMPLETE.format(prompt=row["prompt"].strip())
+        return {"id": str(row["task_id"]), "task": "humaneval", "prompt": prompt}
+    return {**row, "id": str(row["id"]), "task": str(row["task"]), "prompt": str(row["prompt"])}
 
 
 def encode(tokenizer: Any, prompts: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -112,6 +137,16 @@ def write_json(path: Path, record: dict[str, Any], args: argparse.Namespace) -> 
     write_atomic(path, json.dumps({**record, "arguments": {k: str(v) for k, v in vars(args).items()}}))
 
 
+def require_same(path: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """ParameterError if what a file was measured with is not what would be measured with now."""
+    for key, value in now.items():
+        if key in then and then[key] != value:
+            raise ParameterError(
+                f"{path} was measured with {key} {then[key]}, now it is {value}: give another --json, or"
+                " leave out --resume to begin again"
+            )
+
+
 class Log:
     """Results that outlive the process: a JSON line each, on disk as soon as it is there.
 
@@ -135,8 +170,11 @@ class Log:
         for number, line in enumerate(complete.split("\n") if complete else (), start=1):
             try:
                 kind, value = next(iter(json.loads(line).items()))
-                {"run": self.runs, "row": self.rows}[kind].append(value)
-            except (ValueError, KeyError, AttributeError, StopIteration):
+                if kind == "more":
+                    self.runs[-1].update(value)
+                else:
+                    {"run": self.runs, "row": self.rows}[kind].append(value)
+            except (ValueError, LookupError, AttributeError, TypeError, StopIteration):
                 raise ParameterError(
                     f"{self.path}, line {number} is damaged: remove it, or leave out --resume"
                 ) from None
@@ -147,6 +185,11 @@ class Log:
         """A process begins to measure."""
         self._append({"run": run})
         self.runs.append(run)
+
+    def update(self, more: dict[str, Any]) -> None:
+        """What the process learned since of how it measures."""
+        self._append({"more": more})
+        self.runs[-1].update(more)
 
     def add(self, row: Row) -> None:
         self._append({"row": row})

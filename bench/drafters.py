@@ -36,6 +36,7 @@ from common import (
     machine,
     make_parser,
     read_prompts,
+    require_same,
     turns,
     versions,
     write_json,
@@ -231,12 +232,7 @@ def same_conditions(log: Log, what: dict[str, Any], wanted: dict[str, str]) -> N
     for run in log.runs:
         now = {**what, **{f"--drafter of {n}": s for n, s in wanted.items() if n in measured and s}}
         then = {**run, **{f"--drafter of {n}": s for n, s in run["specs"].items() if s}}
-        for key, value in now.items():
-            if key in then and then[key] != value:
-                raise ParameterError(
-                    f"{log.path} was measured with {key} {then[key]}, now it is {value}: give another --json,"
-                    " or leave out --resume to begin again"
-                )
+        require_same(log.path, then, now)
 
 
 def chosen(names: str, known: Sequence[str], what: str) -> list[str]:

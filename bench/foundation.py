@@ -74,10 +74,10 @@ def our_settings(session: slipstream.Session) -> dict[str, Setting]:
     return {name: setting(spec) for name, spec in OURS.items()}
 
 
-def hf_settings() -> dict[str, Setting]:
+def hf_settings(target_name: str = TARGET, draft_name: str = DRAFT) -> dict[str, Setting]:
     with quiet():
-        target = AutoModelForCausalLM.from_pretrained(resolve(TARGET), dtype=torch.bfloat16).eval()
-        draft = AutoModelForCausalLM.from_pretrained(resolve(DRAFT), dtype=torch.bfloat16).eval()
+        target = AutoModelForCausalLM.from_pretrained(resolve(target_name), dtype=torch.bfloat16).eval()
+        draft = AutoModelForCausalLM.from_pretrained(resolve(draft_name), dtype=torch.bfloat16).eval()
 
     def setting(assistant: dict[str, Any] | None = None, **options: Any) -> Setting:
         def answer(ids: list[int], max_tokens: int) -> list[int]:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,16 +61,30 @@ def serve(model: str, *options: str, log: Path) -> Iterator[Served]:
 
 
 def _address(child: subprocess.Popen[bytes], log: Path) -> str:
+    """Where `slipstream serve` says it is, once it answers there."""
+
+    def ready() -> str | None:
+        found = re.search(r"at (http://\S+)", log.read_text(encoding="utf-8"))
+        return found[1] if found and answers(f"{found[1]}/ready") else None
+
+    return wait_until(child, ready, log)
+
+
+def answers(url: str) -> bool:
+    """Whether a GET gives 200."""
+    try:
+        return httpx.get(url, timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_until(child: subprocess.Popen[bytes], ready: Callable[[], str | None], log: Path) -> str:
+    """What `ready` gives, once it gives something. ParameterError if the server ends before, or is late."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        found = re.search(r"at (http://\S+)", log.read_text(encoding="utf-8"))
-        if found:
-            with httpx.Client() as client:
-                try:
-                    if client.get(f"{found[1]}/ready").status_code == 200:
-                        return found[1]
-                except httpx.TransportError:
-                    pass
+        found = ready()
+        if found is not None:
+            return found
         if child.poll() is not None:
             raise ParameterError(f"the server ended: {log.read_text(encoding='utf-8')[-500:]}")
         time.sleep(0.2)

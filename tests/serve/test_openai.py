@@ -95,6 +95,27 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
+def test_usage_grows_with_the_stream_where_asked(client: openai.OpenAI) -> None:
+    """vLLM's extension, which load generators ask for: a chunk may hold several tokens."""
+    stream = client.completions.create(
+        model="tiny",
+        prompt="abcabcabc",
+        stream=True,
+        max_tokens=40,
+        n=2,
+        extra_body={
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "speculative": {"drafter": "draft_model"},
+        },
+    )
+    chunks = list(stream)
+    counted = [c.usage.completion_tokens for c in chunks if c.usage]
+    assert len(counted) == len(chunks) > 2
+    assert counted == sorted(counted) and counted[0] > 0 and counted[-2:] == [80, 80]
+    assert all(c.usage and c.usage.total_tokens == 9 + n for c, n in zip(chunks, counted, strict=True))
+
+
 def test_a_stream_never_splits_a_character_and_ends_with_done(server: Running) -> None:
     biased = {str(t): 12.0 for t in "ä€😀".encode()}
     body = {

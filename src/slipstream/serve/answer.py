@@ -78,6 +78,8 @@ class Writer(ABC):
         self._tell_speculation = tell_speculation
         self._left = answers
         self._parts: dict[int, Part] = {}
+        self._sent = 0
+        self.continuous_usage = False  # the usage so far in every chunk
         self.tickets: Sequence[Ticket] = ()
 
     # -- what a stream sends --------------------------------------------------------------------
@@ -88,10 +90,13 @@ class Writer(ABC):
     def chunk(self, index: int, piece: Piece) -> Reply | None:
         """None if nothing can be shown yet. The chunk that ends the last answer has the timings."""
         part = self._read(index, piece)
+        self._sent += len(piece.event.tokens)
         if part.finish is None and not (part.text or part.calls or part.entries or part.steps):
             return None
         self._left -= part.finish is not None
         more = {} if self._left else self._closing()
+        if self.continuous_usage:
+            more["usage"] = report.usage(self.tickets, self._sent)
         return self._chunk(part, **more)
 
     def usage_chunk(self) -> Reply:

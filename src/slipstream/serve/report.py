@@ -27,10 +27,14 @@ from slipstream.serve.worker import Answer, Ticket
 IMPOSSIBLE = -9999.0  # JSON has no -inf; OpenAI writes this
 
 
-def usage(tickets: Sequence[Ticket]) -> Usage:
-    """A prompt counts once, however many answers it has; the end token counts as generated."""
+def usage(tickets: Sequence[Ticket], generated: int | None = None) -> Usage:
+    """A prompt counts once, however many answers it has; the end token counts as generated.
+
+    generated: how many tokens, where not all that there are shall count.
+    """
     prompt = sum(len(t.job.prompt) for t in tickets)
-    generated = sum(a.row.num_output for t in tickets for a in t.answers)
+    if generated is None:
+        generated = sum(a.row.num_output for t in tickets for a in t.answers)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=generated,

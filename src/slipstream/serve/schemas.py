@@ -23,6 +23,9 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="With include_usage: the usage so far in every chunk, as vLLM has it."
+    )
     include_obfuscation: Literal[False] | None = None
 
 

@@ -203,7 +203,9 @@ class Service:
             raise
         writer.tickets = exchange.tickets
         if body.stream:
-            usage = bool(body.stream_options and body.stream_options.include_usage)
+            options = body.stream_options
+            usage = bool(options and options.include_usage)
+            writer.continuous_usage = bool(usage and options and options.continuous_usage_stats)
             return EventStream(exchange, writer, include_usage=usage, ended=ended)
 
         async def collect() -> None:
