@@ -254,7 +254,7 @@ class PeerReport:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        from slipstream.plan.charts import COLOURS
+        from slipstream.plan.drawing import COLOURS
 
         engines = list(dict.fromkeys(s.engine for s in self.measured))
         colour = {engine: COLOURS[i % len(COLOURS)] for i, engine in enumerate(engines)}

@@ -24,7 +24,7 @@ import httpx
 from common import PROMPTS, machine, make_parser, read_prompts, spread, versions, write_json
 from serve_common import Reply, Served, ask, find_model, serve
 from slipstream.model.store import write_atomic
-from slipstream.plan.charts import COLOURS, png
+from slipstream.plan.drawing import COLOURS, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
