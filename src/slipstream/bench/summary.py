@@ -161,6 +161,7 @@ class Summary:
     def __init__(self, bundle: BenchBundle) -> None:
         self.bundle = bundle
         self.plain = {(r.round, r.unit): r for r in bundle.runs if bundle.of(r).plain}
+        self._places = {setting: place for place, setting in enumerate(bundle.settings)}
         self._pairs: dict[int, list[Pair]] = {}
         for run in bundle.runs:
             beside = self.plain.get((run.round, run.unit))
@@ -200,8 +201,8 @@ class Summary:
 
     def of(self, setting: Setting, task: str = ALL) -> Cell | None:
         """The cell of a setting by its value."""
-        places = [i for i, s in enumerate(self.bundle.settings) if s == setting]
-        return self.cell(places[0], task) if places else None
+        place = self._places.get(setting)
+        return None if place is None else self.cell(place, task)
 
     @cached_property
     def differences(self) -> list[Difference]:
