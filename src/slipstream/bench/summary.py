@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.bench.bundle import BenchBundle, Parts, Run, Setting
 from slipstream.bench.exact import Difference, differences
@@ -23,6 +24,7 @@ from slipstream.plan.setup import ALL
 DRAWS, _SEED = 1000, 0
 _LEVEL = (2.5, 97.5)
 
+Floats = NDArray[np.float64]
 Amount = Callable[[Run], tuple[float, float]]
 Pair = tuple[Run, Run]  # a setting's run, and plain decoding's of the same unit and round
 
@@ -145,9 +147,9 @@ def ratio(pairs: Sequence[Pair], amount: Amount) -> Ratio | None:
     return Ratio(value, min(low, value), max(high, value))
 
 
-def _quotient(sums: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _quotient(sums: Floats) -> Floats:
     """sums [..., 4]: tokens and seconds of a setting, and of plain decoding."""
-    return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+    return np.asarray((sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3]))
 
 
 def _rate(runs: Iterable[Run], amount: Amount) -> float:
