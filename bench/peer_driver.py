@@ -79,14 +79,15 @@ class Worker:
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.resume()
+        assert self._child.stdin is not None and self._child.stdout is not None
         with contextlib.suppress(OSError):
-            assert self._child.stdin is not None
             self._child.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(20)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
+        self._child.stdout.close()
 
     @property
     def cpu_seconds(self) -> float:

@@ -86,7 +86,7 @@ def test_without_repeats_the_noise_is_not_known() -> None:
     options: dict[str, Any] = {"rounds": 1, "prompts": 1}
     found = compare(fake(seed=1, **options), fake(seed=2, slower=lambda s, t: 1.5, **options))
     assert {c.verdict for c in found.changes} == {"unclear"} and found.noise == {1: None}
-    assert "too few rounds to know the noise" in found.verdict
+    assert "too few rounds or prompts for the noise there is" in found.verdict
     told = to_json(make_report(fake(seed=1, **options), None, fake(seed=2, **options)))
     assert json.loads(json.dumps(told, allow_nan=False))["comparison"]["changes"][0]["high"] is None
 

@@ -261,10 +261,10 @@ class BenchBundle(Head):
         for i, unit in enumerate(self.units):
             if max(unit.prompts) >= len(self.prompts):
                 raise ValueError(f"units.{i}: there is no prompt {max(unit.prompts)}")
-        places = {"setting": self.settings, "unit": self.units, "session": self.sessions}
+        counts = {"setting": len(self.settings), "unit": len(self.units), "session": len(self.sessions)}
         for i, run in enumerate(self.runs):
-            for name, known in places.items():
-                if getattr(run, name) >= len(known):
+            for name, count in counts.items():
+                if getattr(run, name) >= count:
                     raise ValueError(f"runs.{i}: there is no {name} {getattr(run, name)}")
             if [a.prompt for a in run.answers] != self.units[run.unit].prompts:
                 raise ValueError(f"runs.{i}: its answers are not to the prompts of unit {run.unit}")

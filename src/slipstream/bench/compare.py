@@ -22,12 +22,14 @@ from slipstream.bench.bundle import BenchBundle, Run, Setting, TargetNote
 from slipstream.bench.summary import Summary
 from slipstream.core.sequence import first_difference
 from slipstream.core.stats import DraftCounts
+from slipstream.cost.bundle import BUSY_SPREAD
 from slipstream.errors import ParameterError
 
 Floats = NDArray[np.float64]
 Verdict = Literal["faster", "slower", "same", "unclear"]
 
 LEAST = 0.02  # a smaller change is not told
+BUSY = BUSY_SPREAD / 1.349  # noise of a run; the interquartile range of a normal law is 1.349 of it
 WIDE = 0.10  # where the interval is wider to either side, nothing can be said of smaller changes
 FALSE_ALARMS = 0.05  # of a whole comparison in which nothing changed
 DRAWS, _SEED = 4000, 0
@@ -108,9 +110,10 @@ class Comparison:
         if drafts:
             said.append(f"What is accepted changed in {len(drafts)} cells.")
         unclear = [c for c in self.changes if c.verdict == "unclear"]
+        busy = [c for c in unclear if (self.noise[c.setting.batch] or 0.0) > BUSY]
         for why, found in (
-            ("too few rounds to know the noise", [c for c in unclear if math.isinf(c.high)]),
-            ("busy machine: repeats scatter too much", [c for c in unclear if math.isfinite(c.high)]),
+            ("busy machine: repeats scatter too much", busy),
+            ("too few rounds or prompts for the noise there is", [c for c in unclear if c not in busy]),
         ):
             if found:
                 said.append(f"Of {len(found)} cells it cannot be told ({why}).")

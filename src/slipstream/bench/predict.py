@@ -9,7 +9,7 @@ which is what `cost.model` is about: the batch is full, prompts are read, no dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.bench.bundle import PLAIN, Setting
@@ -77,6 +77,7 @@ class Predictor:
         self._summary = summary
         self._measurement = measurement
         self._curve = measurement.step_curve
+        self._known: dict[tuple[str, float, tuple[int, int] | None], dict[int, Acceptance]] = {}
         self._replayed: dict[tuple[str, float, int], dict[int, Acceptance]] = {}
 
     def compare(self, cell: Cell) -> Compared:
@@ -141,20 +142,24 @@ class Predictor:
 
     def _counted(self, setting: Setting) -> dict[int, Acceptance]:
         """Steady counts by prompt, once a prompt: other rounds and batch sizes say the same again."""
-        bundle = self._summary.bundle
-        alike = [
-            s
-            for s in bundle.settings
-            if s.fixed and (s.drafter, s.temperature) == (setting.drafter, setting.temperature)
-        ]
-        if setting.tree:
-            source = [s for s in alike if (s.depth, s.nodes) == (setting.depth, setting.nodes)]
-        else:
-            source = [s for s in alike if not s.tree]
+        size = (setting.depth, setting.nodes) if setting.tree else None
+        key = (setting.drafter, setting.temperature, size)
+        if key not in self._known:
+            source = {
+                place: s
+                for place, s in enumerate(self._summary.bundle.settings)
+                if s.fixed and (s.drafter, s.temperature) == key[:2]
+                if ((s.depth, s.nodes) if s.tree else None) == size
+            }
+            self._known[key] = self._count(source)
+        return self._known[key]
+
+    def _count(self, source: Mapping[int, Setting]) -> dict[int, Acceptance]:
+        """Of each prompt the counts with the longest drafts, the smallest batch, the first round."""
         found: dict[int, tuple[tuple[int, int, int], Acceptance]] = {}
-        for run in bundle.runs:
-            made = bundle.of(run)
-            if made not in source:
+        for run in self._summary.bundle.runs:
+            made = source.get(run.setting)
+            if made is None:
                 continue
             rank = (-made.depth, made.batch, run.round)
             for answer in run.answers:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.bench.bundle import BenchBundle, Parts, Run, Setting
 from slipstream.bench.exact import Difference, differences
@@ -23,6 +24,7 @@ from slipstream.plan.setup import ALL
 DRAWS, _SEED = 1000, 0
 _LEVEL = (2.5, 97.5)
 
+Floats = NDArray[np.float64]
 Amount = Callable[[Run], tuple[float, float]]
 Pair = tuple[Run, Run]  # a setting's run, and plain decoding's of the same unit and round
 
@@ -145,9 +147,9 @@ def ratio(pairs: Sequence[Pair], amount: Amount) -> Ratio | None:
     return Ratio(value, min(low, value), max(high, value))
 
 
-def _quotient(sums: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _quotient(sums: Floats) -> Floats:
     """sums [..., 4]: tokens and seconds of a setting, and of plain decoding."""
-    return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+    return np.asarray((sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3]))
 
 
 def _rate(runs: Iterable[Run], amount: Amount) -> float:
@@ -161,6 +163,7 @@ class Summary:
     def __init__(self, bundle: BenchBundle) -> None:
         self.bundle = bundle
         self.plain = {(r.round, r.unit): r for r in bundle.runs if bundle.of(r).plain}
+        self._places = {setting: place for place, setting in enumerate(bundle.settings)}
         self._pairs: dict[int, list[Pair]] = {}
         for run in bundle.runs:
             beside = self.plain.get((run.round, run.unit))
@@ -200,8 +203,8 @@ class Summary:
 
     def of(self, setting: Setting, task: str = ALL) -> Cell | None:
         """The cell of a setting by its value."""
-        places = [i for i, s in enumerate(self.bundle.settings) if s == setting]
-        return self.cell(places[0], task) if places else None
+        place = self._places.get(setting)
+        return None if place is None else self.cell(place, task)
 
     @cached_property
     def differences(self) -> list[Difference]:

@@ -23,7 +23,7 @@ def show(report: Report) -> None:
     )
     console.print(f"\n{report.verdict}", style="bold", markup=False)
     for note in report.notes:
-        console.print(note, style="red", markup=False)
+        console.print(note, style="yellow", markup=False)
     for batch, temperature in report.summary.conditions:
         console.print(_condition(report, batch, temperature))
     for found in report.summary.differences[:20]:
@@ -69,11 +69,11 @@ def _comparison(report: Report) -> None:
     console.print(f"\nAgainst the baseline: {found.verdict}", style="bold", markup=False)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
-    told = [c for c in found.changes if c.verdict != "same"]
+    told = found.changed
     if told:
         table = plain_table("\nCELL", "\nBEFORE", "\nNOW", "\nCHANGE", "\nINTERVAL", "")
         for c in told:
-            interval = f"{c.low:+.1%} to {c.high:+.1%}" if c.high < 10 else "not known"
+            interval = f"{c.low:+.1%} to {c.high:+.1%}"
             table.add_row(
                 c.name, f"{c.before:.2f}", f"{c.after:.2f}", f"{c.change:+.1%}", interval, c.verdict
             )

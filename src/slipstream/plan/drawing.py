@@ -124,7 +124,8 @@ def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
         found.update(zip(labels, handles, strict=True))
     if not found:
         return
-    columns = 2 if max(map(len, found)) > 30 else 3
+    longest = max(map(len, found))
+    columns = 2 if longest > 30 else 3 if longest > 18 else 4
     figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(found) // columns))
     figure.set_layout_engine("constrained")
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.bench.bundle import (
     PLAIN,
@@ -186,6 +187,6 @@ class _Model:
         )
 
 
-def _parts(spent: Sequence[float] | np.ndarray, prefill: float) -> Parts:  # type: ignore[type-arg]
+def _parts(spent: NDArray[np.float64], prefill: float) -> Parts:
     target, drafter, other = (float(v) for v in spent)
     return Parts(target=target, drafter=drafter, other=other, prefill=prefill)
