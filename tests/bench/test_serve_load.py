@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import serve_load
-from slipstream.plan.charts import png
+from slipstream.plan.drawing import png
 
 
 def run(setting: str, concurrency: int, round_: int, seconds: float, drafted: float = 0.0) -> dict[str, Any]:
