@@ -59,8 +59,9 @@ def load(
         configure(drafter)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     if isinstance(model, (str, os.PathLike)):
-        precision = {"weights": weights, "embedding": embedding}
-        model = load_model(os.fspath(model), dtype=dtype, device=device, **precision, **options)
+        model = load_model(
+            os.fspath(model), dtype=dtype, weights=weights, embedding=embedding, device=device, **options
+        )
     if not isinstance(model, LoadedModel):
         raise ParameterError(f"a model is a name, a path or a LoadedModel, not {type(model).__name__}")
     if "int8" in (weights, embedding) and (model.weights, model.embedding) != (weights, embedding):

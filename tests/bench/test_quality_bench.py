@@ -65,7 +65,7 @@ def test_candidates_are_compared_with_the_plain_model_on_the_same_tokens(
     assert all(s["positions"] == 3 * 23 for s in found.values())
     kl = {name: s["kl"] for name, s in found.items()}
     assert 0 < kl["q8_0"] < kl["q4_0"] < kl["other"]
-    assert 0 < kl["int8"] < kl["int8+embedding"] < kl["q4_0"]
+    assert 0 < kl["int8"] < kl["q4_0"] and 0 < kl["int8+embedding"] < kl["q4_0"]
     assert len({s["perplexity_plain"] for s in found.values()}) == 1
     assert found["int8+embedding"]["weights"] < found["int8"]["weights"] < found["q8_0"]["weights"]
     assert found["other"]["agree"] < 0.5 < found["q8_0"]["agree"]
@@ -104,7 +104,7 @@ def test_the_numbers_are_those_of_their_definitions() -> None:
 
 
 def test_q8_0_is_what_a_gguf_file_holds() -> None:
-    """Blocks of 32 with a float16 scale of max / 127; vectors stay."""
+    """Blocks of 32 with a scale of max / 127, rounded to float16; vectors stay."""
     model = tiny_model("qwen2")
     before = {n: p.clone() for n, p in model.named_parameters()}
     quality.through_gguf(model, quality.GGUF["q8_0"])
@@ -114,7 +114,7 @@ def test_q8_0_is_what_a_gguf_file_holds() -> None:
         else:
             blocks, was = parameter.view(-1, 32), before[name].view(-1, 32)
             scales = (was.abs().amax(1) / 127).half().float()
-            assert (blocks - was).abs().max() <= scales.max() * 0.51
+            assert (blocks - was).abs().max() <= scales.max() * (0.5 + 127 / 2048)
             assert not torch.equal(blocks, was)
 
 

@@ -91,7 +91,7 @@ def test_it_is_nearly_the_model_and_its_other_parts_are_untouched(
     plain, loaded = load.load(str(path)).model, load_int8(path, embedding=embedding)
     model = loaded.model
     assert (loaded.weights, loaded.embedding) == ("int8", embedding)
-    assert loaded.weight_bytes == weight_bytes(model) < 0.6 * weight_bytes(plain)
+    assert loaded.weight_bytes == weight_bytes(model) < 0.65 * weight_bytes(plain)
     linears = {n: m for n, m in plain.named_modules() if isinstance(m, torch.nn.Linear)}
     assert {n for n, m in model.named_modules() if isinstance(m, Int8Linear)} == set(linears)
     own = dict(plain.named_parameters())
@@ -177,7 +177,7 @@ def test_it_is_made_once_for_every_dtype_and_embedding(
 def test_what_is_damaged_is_made_anew(
     path: Path, store: Store, conversions: list[str], monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
-    monkeypatch.setattr(int8_store, "PART_BYTES", 20_000)  # several files
+    monkeypatch.setattr(int8_store, "PART_BYTES", 8_000)  # several files
     first = logits(load_int8(path).model)
     (folder,) = kept(store)
     parts = sorted(folder.glob("part-*.safetensors"))
@@ -222,7 +222,7 @@ def test_of_two_at_once_one_makes_it_and_the_other_waits(
     path: Path, conversions: list[str], recorder: Any
 ) -> None:
     waits, found, errors = threading.Event(), [], []
-    at, note = recorder.at, recorder.note
+    note, silent = recorder.note, recorder.at
 
     class First:
         """Goes on when the other one waits."""
@@ -233,7 +233,7 @@ def test_of_two_at_once_one_makes_it_and_the_other_waits(
                 started.set()
                 assert waits.wait(60)
 
-        at, note = staticmethod(at), staticmethod(note)
+        at, note = staticmethod(silent), staticmethod(silent)
 
     def noted(text: str) -> None:
         note(text)
@@ -291,12 +291,13 @@ def test_neither_making_nor_loading_it_takes_the_plain_model_into_memory(
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_made(
-    path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = save_tiny(tmp_path / "untied")
     plain, small = (load.load(str(path)).weight_bytes, load_int8(path).weight_bytes)
     shutil.rmtree(store.root)
     monkeypatch.setattr(memory, "available", lambda: (plain + small) // 2)
-    with pytest.raises(CapacityError, match="as bfloat16 needs"):
+    with pytest.raises(CapacityError, match="as float32 needs"):
         load.load(str(path))
     load_int8(path)
     shutil.rmtree(store.root)

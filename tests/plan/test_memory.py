@@ -182,7 +182,8 @@ def test_the_memory_of_an_int8_target_is_predicted(
         runner = session.engine.runner
         assert runner.memory_bytes == plan.target.total
         assert sum(_tensors(runner, set()).values()) == pytest.approx(plan.target.total, rel=0.03)
-    assert plan.target.weights < plan_memory(str(path)).target.weights
+    if kind == "target":  # a tied head gets numbers of its own, and is the only layer of this size
+        assert plan.target.weights < plan_memory(str(path)).target.weights
 
 
 @needs_int8

@@ -20,7 +20,7 @@ from slipstream.model.taps import decoder
 # One token a step as when an answer is decoded, then pieces of about as many rows as kernels change at.
 _SINGLE = 3
 _PIECES = (5, 24, 64, 160)
-_LAYERS = 8  # the others are made alike, and a large model would take long
+_LAYERS = 4  # the others are made alike, and a large model would take long
 
 
 def cuts_agree(runner: Runner) -> bool:

@@ -37,7 +37,8 @@ class Int8Embedding(nn.Module):
         weight = inner.weight.detach()
         self.num_embeddings, self.embedding_dim = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
-        self._kept = torch.cat((sampled_ids(len(weight)), first_ids(len(weight)))).unique()  # sorted
+        chosen = torch.cat((sampled_ids(len(weight)), first_ids(len(weight))))
+        self._kept = torch.tensor(sorted(set(chosen.tolist())))
         self._originals = weight[self._kept].clone()  # [kept, H]
         self.register_buffer("table", table, persistent=False)
         self.register_buffer("scales", scales, persistent=False)

@@ -67,12 +67,9 @@ class Int8Weights:
         with safe_open(self.folder / file, framework="pt") as stored:
             told = stored.get_slice(f"{name}.weight")
             scales = stored.get_slice(f"{name}.scales")
-            return (
-                told.get_dtype() == "I8"
-                and told.get_shape() == list(weight.shape)
-                and scales.get_dtype() == "F32"
-                and scales.get_shape() == [len(weight)]
-            )
+            found = [(t.get_dtype(), list(t.get_shape())) for t in (told, scales)]
+            shape = [*weight.shape]
+            return found == [("I8", shape), ("F32", shape[:1])]
 
     def get(self, path: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A module's weight int8 [out, in], mapped, and its scales float32 [out]."""
