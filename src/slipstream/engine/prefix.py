@@ -82,14 +82,15 @@ class PrefixCache:
         blocks = self.find(tokens, len(tokens))
         new = range(len(blocks), min(len(tokens) // self.block, most))
         self.shrink((most - len(new)) * self.block)  # never those found: they were used last
+        if not new:
+            return cache.close(slot)
         starts = [i * self.block for i in new]
         parts = cache.release(slot, [range(start, start + self.block) for start in starts])
         for start, columns in zip(starts, parts, strict=True):
             key = (blocks[-1].number if blocks else 0, tuple(tokens[start : start + self.block]))
             self._blocks[key] = Block(next(self._numbers), key, columns)
             blocks.append(self._blocks[key])
-        if new:
-            self._use(blocks)
+        self._use(blocks)
 
     def shrink(self, tokens: int) -> None:
         """Forget what was not used for longest until at most so many tokens are left."""
