@@ -100,8 +100,8 @@ class Clock:
         seen.last = count
 
     def stale(self, rows: int, tokens: int | None) -> bool:
-        """Whether steps of so many rows, with drafts of `tokens` in all or plain (None), were not seen for too
-        long."""
+        """Whether steps of so many rows were not seen for too long: plain ones (None), or with drafts, of so
+        many tokens in all."""
         seen = self._sight(rows, tokens)
         moved = abs(self._machine.value - seen.level) > _MOVED
         return self._steps.get(_octave(rows), 0) - seen.last >= (_SOON if moved else _LATE)
