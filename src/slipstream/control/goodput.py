@@ -329,7 +329,7 @@ class Goodput(Controller):
             if not outcome.depth and row.seen == 1:
                 continue  # a drafter may have had to read the prompt first
             row.learn(outcome)
-        if outcomes and not reading:  # reading the prompt is not what a step takes
+        if outcomes and seconds > 0 and not reading:  # reading the prompt is not what a step takes
             self._time(outcomes, seconds)
 
     def _time(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
