@@ -73,7 +73,7 @@ def test_the_correction_is_bounded() -> None:
     clock = Clock()
     for _ in range(3000):
         see_drafts(clock, 1e9)
-    assert drafting(clock) <= 16 * 4 * 4
+    assert drafting(clock) <= 16 * 16 * 2 * (1 + 1e-9)
 
 
 def test_a_guess_gets_its_unit_from_the_first_step() -> None:
@@ -87,18 +87,18 @@ def test_what_is_never_done_is_due_for_a_look_after_a_while() -> None:
     clock = Clock()
     for _ in range(255):
         see_drafts(clock, 1.0)
-    assert not clock.stale(1, drafting=False)
+    assert not clock.stale(1, None)
     see_drafts(clock, 1.0)
-    assert clock.stale(1, drafting=False) and not clock.stale(1, drafting=True)
+    assert clock.stale(1, None) and not clock.stale(1, 4)
     see_plain(clock, 1.0)
-    assert not clock.stale(1, drafting=False)
+    assert not clock.stale(1, None)
 
 
 def test_it_is_due_soon_once_the_machine_has_changed_and_a_few_looks_settle_it() -> None:
     clock = Clock()
     looks = 0
     for step in range(400):
-        if clock.stale(1, drafting=False):
+        if clock.stale(1, None):
             see_plain(clock, 1.5)
             looks += 1
         else:
@@ -110,8 +110,18 @@ def test_it_is_due_soon_once_the_machine_has_changed_and_a_few_looks_settle_it()
     assert 3 <= looks <= 8
 
 
+def test_larger_steps_are_another_choice_and_of_a_guessed_curve_seen_early() -> None:
+    measured, guessed = Clock(), Clock(measured=False)
+    for _ in range(20):
+        see_drafts(measured, 1.0)
+        see_drafts(guessed, 1.0)
+    assert not measured.stale(1, 8) and guessed.stale(1, 8)
+    see_drafts(guessed, 1.0, tokens=8)
+    assert not guessed.stale(1, 8)
+
+
 def test_batches_of_other_sizes_are_looked_at_on_their_own() -> None:
     clock = Clock()
     for _ in range(300):
         see_drafts(clock, 1.0, rows=1)
-    assert clock.stale(1, drafting=False) and not clock.stale(8, drafting=False)
+    assert clock.stale(1, None) and not clock.stale(8, None)

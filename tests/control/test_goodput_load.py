@@ -74,7 +74,7 @@ def test_at_no_load_is_it_slower_than_plain_or_much_slower_than_the_best_length(
         lengths = {depth: pace(Fixed(FixedConfig(depth))) for depth in (0, 1, 3, 7)}
         got = pace(goodput(believed))
         assert got >= 0.97 * lengths[0], (at_once, got, lengths)
-        assert got >= 0.93 * max(lengths.values()), (at_once, got, lengths)
+        assert got >= 0.9 * max(lengths.values()), (at_once, got, lengths)
 
 
 def test_speculation_fades_out_as_the_load_grows_and_comes_back() -> None:
@@ -125,8 +125,8 @@ def test_drafts_that_the_curve_takes_for_free_are_dropped_where_they_cost_more_t
 
 
 def test_drafts_that_the_curve_takes_for_dear_are_tried_and_kept() -> None:
-    believed, cost = stepwise(1.0, 20.0), stepwise(1.0, 1.0)
-    run = simulate(goodput(believed), cost, [steadily(0.8)], 6000)
+    believed, cost = stepwise(1.0, 12.0), stepwise(1.0, 1.0)
+    run = simulate(goodput(believed), cost, [steadily(0.8)], 4000)
     assert mean(late(run, 0.25)) > 4
 
 

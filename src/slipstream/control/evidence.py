@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from slipstream.control.base import RowOutcome
 
 Floats = NDArray[np.float64]
-FIRST = 2.0  # a new row's prior counts as so many tested tokens
+FIRST = 2.0  # a prior of which nothing is known counts as so many tested tokens
 _LEAN = 6.0  # a position leans on the one before it as on so many tested tokens
 _STEADY = 8.0  # steady evidence lives so many times as long as fresh
 _CHANGE = 2.5  # standard deviations between them that chance does not explain
@@ -18,9 +18,9 @@ _KEPT = 4.0  # evidence that waiting alone does not take away
 class _Counts:
     """Tested and accepted tokens by position, [2, max_depth], forgotten by half in `half_life` steps."""
 
-    def __init__(self, size: int, prior: float, half_life: float) -> None:
+    def __init__(self, size: int, prior: float, weight: float, half_life: float) -> None:
         self.at = np.zeros((2, size))
-        self.at[:, 0] = FIRST, FIRST * prior
+        self.at[:, 0] = weight, weight * prior
         self._half_life = half_life
 
     def fade(self, steps: int) -> None:
@@ -42,18 +42,19 @@ class Evidence:
 
     Kept twice: the steady counts are precise, the fresh ones follow. Where these contradict those, the text
     has changed its kind, and the steady counts begin again from the fresh ones. prior and reach: what is
-    expected of a row of which nothing is known.
+    expected of a row of which nothing is known; weight: of how many tested tokens.
     """
 
-    def __init__(self, size: int, prior: float, reach: float, half_life: float) -> None:
-        self.fresh = _Counts(size, prior, half_life)
-        self.steady = _Counts(size, prior, _STEADY * half_life)
+    def __init__(self, size: int, prior: float, reach: float, weight: float, half_life: float) -> None:
+        self.fresh = _Counts(size, prior, weight, half_life)
+        self.steady = _Counts(size, prior, weight, _STEADY * half_life)
         self.asked, self.answered = FIRST, FIRST * reach
         self.waited = 0  # steps since anything was learned
         self.seen = 0  # steps in which it was asked
         self.hot = True  # try once more whatever the estimate: it is new, or its last probe was accepted
         self.budget = 0  # what it was given this step
         self._half_life = half_life
+        self._values: Floats | None = None  # until something is learned
 
     @property
     def reach(self) -> float:
@@ -62,7 +63,9 @@ class Evidence:
 
     def values(self) -> Floats:
         """Expected tokens that each further drafted token adds, [max_depth]."""
-        return np.asarray(np.cumprod(self.steady.rates()) * self.reach)
+        if self._values is None:
+            self._values = np.asarray(np.cumprod(self.steady.rates()) * self.reach)
+        return self._values
 
     def learn(self, outcome: RowOutcome) -> None:
         kept = max(0.5 ** (self.waited / self._half_life), min(1.0, _KEPT / self.asked))
@@ -73,7 +76,7 @@ class Evidence:
             for i in range(min(outcome.depth, counts.at.shape[1])):
                 counts.at[0, i] += outcome.accepted >= i and outcome.emitted > i
                 counts.at[1, i] += outcome.accepted > i
-        self.waited, self.hot = 0, outcome.accepted > 0
+        self.waited, self.hot, self._values = 0, outcome.accepted > 0, None
         if self._changed():
             self.steady.at = self.fresh.at.copy()
 

@@ -36,6 +36,8 @@ from slipstream.errors import ParameterError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int_]
 _ROWS = 4.0  # finished rows after which one's evidence counts half in the prior of new ones
+_WORTH = 10.0  # tested tokens of finished rows that are worth one in the prior of new ones …
+_MOST = 8.0  # … which is worth no more than this
 _HOT = 1.0  # steps' worth of time that hot rows may be tried for at once …
 _HOT_SHARE = 0.5  # … and what comes of it again, as a share of `probe_share`
 
@@ -98,7 +100,8 @@ class _Kind:
         tested, accepted, asked, answered = self._finished.tolist()
         prior = (accepted + FIRST * self._prior) / (tested + FIRST)
         reach = (answered + FIRST) / (asked + FIRST)
-        return Evidence(max(self.depth, 1), prior, reach, self._half_life)
+        weight = min(FIRST + tested / _WORTH, _MOST)
+        return Evidence(max(self.depth, 1), prior, reach, weight, self._half_life)
 
     def close(self, row: Evidence) -> None:
         if row.seen:
@@ -124,6 +127,15 @@ class _Step:
     fixed: Mapping[int, tuple[int, int]]
     given: int
     context: float
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Depth of each row, and the tokens a second and the seconds that are expected of such a step."""
+
+    depths: Ints
+    pace: float
+    seconds: float
 
 
 class Goodput(Controller):
@@ -156,9 +168,7 @@ class Goodput(Controller):
         if not rows:
             return []
         step = self._look_at(rows)
-        depths, pace = self._best(step)
-        depths = self._probe(step, depths, pace, rows)
-        depths = self._check(step, depths)
+        depths = self._check(step, self._probe(step, self._best(step), rows))
         budgets = []
         for row, depth, width in zip(rows, depths.tolist(), step.width.tolist(), strict=True):
             if row.seq_id in self._rows:
@@ -170,7 +180,7 @@ class Goodput(Controller):
         """How deep so many new rows of a drafter would draft, by curves and prior; 0: it does not pay."""
         states = [RowState(-1 - i, 0, 1 << 30, drafter) for i in range(rows)]
         try:
-            return int(self._best(self._look_at(states))[0].max())
+            return int(self._best(self._look_at(states)).depths.max())
         finally:
             for state in states:
                 self._rows.pop(state.seq_id, None)
@@ -199,23 +209,25 @@ class Goodput(Controller):
         given = sum(row.fixed.nodes for row in rows if row.fixed is not None)
         return _Step(values, reach, room, kinds, width, fixed, given, self._context)
 
-    def _best(self, step: _Step) -> tuple[Ints, float]:
-        """Depth of each row and the tokens a second that these are expected to give."""
+    def _best(self, step: _Step) -> _Choice:
+        """What gives the most tokens a second."""
         found = [self._best_within(step, step.room)]
         able = set(step.kind[step.room > 0].tolist())
         if len(able) > 1:  # a cheap drafter may pay where a costly one beside it does not
             found += [self._best_within(step, np.where(step.kind == kind, step.room, 0)) for kind in able]
-        return max(found, key=lambda one: one[1])
+        return max(found, key=lambda one: one.pace)
 
-    def _best_within(self, step: _Step, room: Ints) -> tuple[Ints, float]:
+    def _best_within(self, step: _Step, room: Ints) -> _Choice:
         rows = len(room)
         row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < room[:, None])
         worth = step.values[row_of, depth_of]
         order = np.lexsort((depth_of, -worth))  # the most valuable first, of equal ones the shallower
         row_of, depth_of = row_of[order], depth_of[order] + 1
-        pace = (rows + _running(worth[order])) / self._seconds(step, row_of, depth_of)
+        seconds = self._seconds(step, row_of, depth_of)
+        pace = (rows + _running(worth[order])) / seconds
         best = int(np.argmax(pace))
-        return np.bincount(row_of[:best], minlength=rows), float(pace[best])
+        depths = np.bincount(row_of[:best], minlength=rows)
+        return _Choice(depths, float(pace[best]), float(seconds[best]))
 
     def _seconds(self, step: _Step, row_of: Ints, depth_of: Ints) -> Floats:
         """Of a step without drafts, with the first of these tokens drafted, the first two …, [tokens + 1]."""
@@ -232,9 +244,9 @@ class Goodput(Controller):
                 counts = count + _running(own & begun).astype(int)
                 depths = np.maximum.accumulate([longest, *np.where(own, depth_of, 0)])
                 drafts += [kind.seconds(c, d) for c, d in zip(counts.tolist(), depths.tolist(), strict=True)]
-        plain = self._clock.plain(rows) * (self._target(rows, np.zeros(1), step.context) + drafts)
-        drafting = self._target(rows, drafted, step.context) + drafts
-        drafting *= self._clock.drafting(rows, rows + drafted, who)
+        target = self._target(rows, np.concatenate([[0.0], drafted]), step.context)
+        plain = self._clock.plain(rows) * (target[0] + drafts)
+        drafting = self._clock.drafting(rows, rows + drafted, who) * (target[1:] + drafts)
         return np.asarray((1 - share) * plain + share * drafting)
 
     def _target(self, rows: int, drafted: Floats, context: float) -> Floats:
@@ -248,37 +260,53 @@ class Goodput(Controller):
         row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < depths[:, None])
         return float(self._seconds(step, row_of, depth_of + 1)[-1])
 
-    def _probe(self, step: _Step, depths: Ints, pace: float, rows: Sequence[RowState]) -> Ints:
+    def _probe(self, step: _Step, best: _Choice, rows: Sequence[RowState]) -> Ints:
         """Depths with a token for rows that would draft nothing and are worth another look."""
+        depths, now = best.depths, best.seconds
         idle = (depths == 0) & (step.room > 0)
         if not idle.any():
             return depths
-        hopeful = replace(
-            step, values=np.where(idle[:, None], 1.0, step.values), reach=np.where(idle, 1.0, step.reach)
-        )
-        if self._best(hopeful)[1] <= pace:
-            return depths  # not even perfect drafts would pay
-        now = self._total(step, depths)
-        probed = np.where(idle, 1, depths)
-        self._credit += self._config.probe_share * now
-        if self._credit >= self._total(step, probed) - now:
+        hot = idle & np.array([i and self._rows[r.seq_id][1].hot for r, i in zip(rows, idle, strict=True)])
+        probed, tried = np.where(idle, 1, depths), np.where(hot, 1, depths)
+        price = self._total(step, probed) - now
+        share = self._config.probe_share
+        self._credit = min(self._credit + share * now, price)
+        self._hot_credit = min(self._hot_credit + _HOT_SHARE * share * now, _HOT * now)
+        if self._credit < price and not hot.any() or not self._hopeful(step, idle, best.pace):
+            return depths
+        if self._credit >= price:
             self._credit = 0.0
             return probed
-        hot = idle & np.array([i and self._rows[r.seq_id][1].hot for r, i in zip(rows, idle, strict=True)])
-        tried = np.where(hot, 1, depths)
-        price = self._total(step, tried) - now if hot.any() else 0.0
-        self._hot_credit = min(self._hot_credit + _HOT_SHARE * self._config.probe_share * now, _HOT * now)
+        price = self._total(step, tried) - now
         if price > self._hot_credit:  # under load some row is always new: that must not cost all the time
             return depths
         self._hot_credit -= price
         return tried
 
+    def _hopeful(self, step: _Step, idle: NDArray[np.bool_], pace: float) -> bool:
+        """Whether drafting for these rows would pay if their drafts were perfect."""
+        values, reach = np.where(idle[:, None], 1.0, step.values), np.where(idle, 1.0, step.reach)
+        return self._best(replace(step, values=values, reach=reach)).pace > pace
+
     def _check(self, step: _Step, depths: Ints) -> Ints:
-        """These depths, or for once the other choice, where the clock has not seen it for too long."""
-        drafting = bool(depths.any())
-        if step.given or not self._clock.stale(len(depths), not drafting):
+        """These depths, or for once others, where the clock has not seen for too long what they take."""
+        rows = len(depths)
+        if step.given:
             return depths
-        return np.zeros_like(depths) if drafting else np.minimum(step.room, 1)
+        if not depths.any():
+            other = np.minimum(step.room, 1)
+        elif self._clock.stale(rows, None):
+            return np.zeros_like(depths)
+        else:  # deeper, until it is a step of another size
+            other, tokens = depths, self._tokens(step, depths)
+            while self._tokens(step, other) <= 1 << (tokens - 1).bit_length() and np.any(other < step.room):
+                other = np.minimum(other + 1, step.room)
+        return other if self._clock.stale(rows, self._tokens(step, other)) else depths
+
+    @staticmethod
+    def _tokens(step: _Step, depths: Ints) -> int:
+        """All that are computed in a step with such drafts."""
+        return len(depths) + round(float(depths @ step.width))
 
     # -- learning -------------------------------------------------------------------------------
 
@@ -301,7 +329,7 @@ class Goodput(Controller):
             if not outcome.depth and row.seen == 1:
                 continue  # a drafter may have had to read the prompt first
             row.learn(outcome)
-        if outcomes and not reading:  # reading the prompt is not what a step takes
+        if outcomes and seconds > 0 and not reading:  # reading the prompt is not what a step takes
             self._time(outcomes, seconds)
 
     def _time(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
