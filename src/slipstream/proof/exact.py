@@ -95,8 +95,8 @@ def enumerate_law(
 
 
 def evenness(rows: torch.Tensor, temperature: float, least: float) -> torch.Tensor:
-    """The entropy [n], in nats, of the cells of the laws of logit rows [n, V]: one for each token of probability
-    `least` or more, and one for the others."""
+    """The entropy [n], in nats, of the cells of the laws of logit rows [n, V]: one for each token of
+    probability `least` or more, and one for the others."""
     p = (rows.double() / temperature).softmax(-1)  # [n, V]
     told = p.masked_fill(p < least, 0.0)  # [n, V]
     rest = (1.0 - told.sum(-1)).clamp(min=0.0)  # [n]

@@ -207,8 +207,8 @@ class _Prover:
         for setting, params in LAWS.items():
             text = undecided_text(reference, self.prompts, outputs, params.temperature, plan.samples)
             law = enumerate_law(reference, text, params, plan.horizon)
-            probes = (Likeliest(law), Drawn(law, tree=False), Drawn(law, tree=True))
-            for name, drafter in (*self.own, *((p.name, p) for p in probes)):
+            probes = (Drawn(law, tree=False), Drawn(law, tree=True), Likeliest(law))
+            for name, drafter in (*((p.name, p) for p in probes), *self.own):
                 if self.enough:
                     return
                 now = time.monotonic()
