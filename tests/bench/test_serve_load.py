@@ -59,7 +59,7 @@ def test_every_level_asks_every_prompt_and_nothing_is_asked_twice(tmp_path: Path
     assert len({i for _, i in asked}) == len(asked)
     assert {i % 5 for c, i in asked if c == 1} == {0, 1, 2, 3, 4}
     file = tmp_path / "p.jsonl"
-    file.write_text("\n".join(f'{{"prompt": "p{i}"}}' for i in range(5)))
+    file.write_text("\n".join(f'{{"id": "{i}", "task": "qa", "prompt": "p{i}"}}' for i in range(5)))
     args = argparse.Namespace(prompts=file, max_tokens=8, temperature=0.0)
     texts = [b["messages"][0]["content"] for b in serve_load.bodies_of(args, 12, 0)]
     assert len(set(texts)) == 12 and texts[0] == "p0" and texts[5].startswith("p0\n")

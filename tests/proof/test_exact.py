@@ -13,7 +13,7 @@ from slipstream.core.draft import Budget, DraftRequest
 from slipstream.core.params import SamplingParams
 from slipstream.engine.session import Session
 from slipstream.logits.pipeline import LogitsPipeline
-from slipstream.proof.exact import REST, ShortLaw, entropy, enumerate_law
+from slipstream.proof.exact import REST, ShortLaw, enumerate_law, evenness
 from slipstream.proof.probes import Drawn, Likeliest, Replay
 from slipstream.proof.reference import Reference
 from slipstream.testing.tiny import tiny_model
@@ -77,9 +77,12 @@ def test_what_can_never_be_said_is_seen(law: ShortLaw) -> None:
     assert law.impossible((best, int(law.laws[best,].argmax()))) is None
 
 
-def test_entropy_is_in_nats() -> None:
-    rows = torch.stack([torch.zeros(8), torch.tensor([0.0] + [-1e9] * 7)])
-    assert entropy(rows, 1.0).tolist() == pytest.approx([math.log(8), 0.0])
+def test_evenness_is_the_entropy_of_the_cells() -> None:
+    rows = torch.stack([torch.zeros(8), torch.tensor([0.0] + [-1e9] * 7), torch.tensor([3.0] + [0.0] * 7)])
+    assert evenness(rows[:2], 1.0, 0.1).tolist() == pytest.approx([math.log(8), 0.0])
+    p = math.exp(1.5) / (math.exp(1.5) + 7)  # at temperature 2; the seven others are one cell
+    two = -p * math.log(p) - (1 - p) * math.log(1 - p)
+    assert evenness(rows, 2.0, 0.2).tolist() == pytest.approx([0.0, 0.0, two])
 
 
 def request(tokens: list[int], seed: int, depth: int, nodes: int) -> DraftRequest:

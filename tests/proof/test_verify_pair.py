@@ -26,7 +26,7 @@ from slipstream.proof.plan import Plan
 from slipstream.proof.report import Proof
 from slipstream.testing.tiny import save_tiny, tiny_model
 
-QUICK = Plan(prompts=3, tokens=16, samples=200, minutes=10.0)
+QUICK = Plan(prompts=2, tokens=14, samples=100, minutes=10.0)
 HUNT = Plan(prompts=4, tokens=16, samples=500, minutes=10.0, fail_fast=True)
 
 
@@ -56,18 +56,14 @@ def assert_verified(proof: Proof) -> None:
     tried = [c for c in proof.identity if c.drafter.startswith("replayed")]
     assert all(0 < c.accepted < c.drafted for c in tried) and any(c.branched for c in tried)
     for law in proof.laws:
-        assert law.samples == proof_samples(proof) and law.p_value > law.threshold == 1e-4 / 8
+        assert law.samples == proof.plan.samples and law.p_value > law.threshold == 1e-4 / 8
         assert law.drawn == law.drafter.startswith("drawn")
         if law.drafter != proof.about.drafter:
-            assert 0 < law.accepted < law.drafted and law.freedom > 3
+            assert 0 < law.accepted < law.drafted and law.freedom > 1
             assert 0.0 < law.detectable < 1.0
 
 
-def proof_samples(proof: Proof) -> int:
-    return max(law.samples for law in proof.laws)
-
-
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_correct_engine_is_verified(seed: int, folder: Path) -> None:
     assert_verified(slipstream.verify_pair(folder, "ngram", plan=replace(QUICK, seed=seed)))
 
@@ -160,25 +156,21 @@ def test_differences_that_rounding_explains_are_told_and_pass(
         assert one.margin is not None and one.spacing is not None and one.margin <= 256 * one.spacing
 
 
-def test_everything_is_in_the_json(folder: Path) -> None:
+def test_a_short_time_leaves_the_least_of_everything_and_all_of_it_is_in_the_json(folder: Path) -> None:
     prompts = [Row(({"role": "user", "content": "abcabcabcabc"},), "here", name="mine:1")]
-    proof = slipstream.verify_pair(folder, "ngram", prompts=prompts, plan=replace(QUICK, samples=100))
+    plan = replace(QUICK, minutes=1e-4, samples=5000)
+    proof = slipstream.verify_pair(folder, "ngram", prompts=prompts, plan=plan)
+    assert {law.samples for law in proof.laws} == {128} and len(proof.laws) == 8
+    assert max(c.tokens for c in proof.identity) <= 12
     told = json.loads(json.dumps(proof.as_json()))
     assert told["kind"] == "slipstream-verify" and told["verdict"] == "verified"
     assert set(told["about"]["versions"]) == {"slipstream", "torch", "transformers", "python"}
     assert len(told["about"]["fingerprint"]) == 32 and told["about"]["machine"]
-    assert told["plan"]["samples"] == 100 and told["about"]["created"].startswith("20")
+    assert told["plan"]["samples"] == 5000 and told["about"]["created"].startswith("20")
     assert told["prompts"] == ["mine:1"] and set(told["seconds"]) == {"identity", "law"}
     first = told["identity"][0]
     assert (first["setting"], first["identical"], first["broken"]) == ("greedy", 1, False)
     assert {"p_value", "statistic", "detectable", "power", "threshold", "broken"} <= set(told["laws"][0])
-
-
-def test_a_short_time_limit_leaves_the_least_of_everything(folder: Path) -> None:
-    proof = slipstream.verify_pair(folder, "ngram", plan=replace(QUICK, minutes=1e-4, samples=5000))
-    assert proof.verdict == "verified"
-    assert {law.samples for law in proof.laws} <= {100, 128} and len(proof.laws) == 8
-    assert max(c.tokens for c in proof.identity) <= 3 * 12
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ BAD: dict[str, list[object]] = {
     "logit_bias": [{1: NAN}, {1: INF}, {-1: 1.0}, {"a": 1.0}, {1: "b"}, {1: None}, [1, 2], 5],
     "bad_words": [((),), ((-1,),), (("a",),), (1, 2), 5],
     "min_tokens": [-1, 1.5, "1", None],
+    "grammar": ["a+", 5, {"kind": "regex", "source": "a+"}],
     "stop": [("",), ("a", ""), (1,), 5],
     "stop_token_ids": [(-1,), ("a",), (None,), 7],
     "logprobs": [-1, 1001, 1.5, "3"],

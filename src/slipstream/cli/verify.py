@@ -54,7 +54,7 @@ def verify(
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts used, the first ones.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of each answer; fewer if the time is short.")] = 32,
-    samples: Annotated[int, typer.Option(help="Samples of each law; fewer if the time is short.")] = 1000,
+    samples: Annotated[int, typer.Option(help="Samples of each law; fewer if the time is short.")] = 600,
     minutes: Annotated[float, typer.Option(help="Time to spend, the loading of models apart.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Another one tries other random numbers.")] = 0,
     dtype: Annotated[

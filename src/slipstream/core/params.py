@@ -123,6 +123,10 @@ class SamplingParams:
             ),
             (_whole(self.n, 1), f"n must be a whole number of at least 1, not {self.n}"),
             (
+                self.grammar is None or isinstance(self.grammar, GrammarSpec),
+                f"grammar must be a GrammarSpec, not {type(self.grammar).__name__}",
+            ),
+            (
                 self.grammar is None or not (self.min_tokens or self.ignore_eos),
                 "min_tokens and ignore_eos contradict a grammar, which says itself where an answer may end",
             ),

@@ -46,7 +46,7 @@ class ShortLaw:
                 part = mass * float(law[token])
                 rest -= part
                 divide((*prefix, token), part)
-            found[(*prefix, REST)] = max(rest, 0.0)
+            found[prefix + (REST,)] = max(rest, 0.0)
 
         divide((), 1.0)
         return found
@@ -84,15 +84,21 @@ def enumerate_law(
         longer: dict[Prefix, float] = {}
         rows = reference.behind(prompt, list(level))
         for (prefix, mass), row in zip(level.items(), rows, strict=True):
-            law = laws[prefix] = pipeline.probs(row, (*prompt, *prefix)).cpu()  # [V]
+            law: torch.Tensor = pipeline.probs(row, (*prompt, *prefix)).cpu()  # [V]
+            laws[prefix] = law
             best = law.topk(min(WIDEST, len(law)))
             for token, p in zip(best.indices.tolist(), best.values.tolist(), strict=True):
                 if p > 0.0:
-                    longer[(*prefix, token)] = mass * p
+                    longer[prefix + (token,)] = mass * p
         level = dict(sorted(longer.items(), key=lambda item: -item[1])[:WIDEST])
     return ShortLaw(tuple(prompt), params, horizon, laws)
 
 
-def entropy(rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Of the laws of logit rows [n, V], in nats: [n]."""
-    return torch.special.entr((rows.double() / temperature).softmax(-1)).sum(-1)  # [n]
+def evenness(rows: torch.Tensor, temperature: float, least: float) -> torch.Tensor:
+    """The entropy [n], in nats, of the cells of the laws of logit rows [n, V]: one for each token of
+    probability `least` or more, and one for the others."""
+    p = (rows.double() / temperature).softmax(-1)  # [n, V]
+    told = p.masked_fill(p < least, 0.0)  # [n, V]
+    rest = (1.0 - told.sum(-1)).clamp(min=0.0)  # [n]
+    even: torch.Tensor = torch.special.entr(told).sum(-1) + torch.special.entr(rest)  # [n]
+    return even

@@ -14,13 +14,12 @@ from slipstream.core.stats import DraftCounts
 from slipstream.engine.session import Session
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.progress import Progress
-from slipstream.proof.exact import Prefix, ShortLaw, entropy
+from slipstream.proof.exact import Prefix, ShortLaw, evenness
 from slipstream.proof.gtest import LEAST, detectable, g_test
 from slipstream.proof.plan import FEWEST
 from slipstream.proof.reference import Reference
 from slipstream.proof.ties import may_be_drawn
 
-_ENTROPY = 2.5  # nats: about a dozen tokens compete, so that most cells are expected often
 _CUTS = 16  # places of an answer that are looked at for such a text
 
 LAWS = {
@@ -69,16 +68,17 @@ def undecided_text(
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
     temperature: float,
+    samples: int,
 ) -> list[int]:
-    """Of these prompts with some of their answers' tokens, the one behind which most (not all) is open."""
+    """Of these prompts with some of their answers' tokens, the one behind which the cells of so many samples
+    are filled most evenly: there most can be seen."""
     best: tuple[float, list[int]] | None = None
     for prompt, output in zip(prompts, outputs, strict=True):
         begun = output[:-1][:_CUTS]  # the last token may be the end of the answer
         rows = reference.along(prompt, begun)[:, : reference.vocab_size]  # [n + 1, V]
-        for end, value in enumerate(entropy(rows, temperature).tolist()):
-            distance = abs(value - _ENTROPY)
-            if best is None or distance < best[0]:
-                best = distance, [*prompt, *begun[:end]]
+        for end, value in enumerate(evenness(rows, temperature, LEAST / samples).tolist()):
+            if best is None or value > best[0]:
+                best = value, [*prompt, *begun[:end]]
     assert best is not None
     return best[1]
 

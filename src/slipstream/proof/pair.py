@@ -103,7 +103,8 @@ class _Prover:
     @property
     def enough(self) -> bool:
         """A reason to stop."""
-        return self.plan.fail_fast and any(check.broken for check in (*self.same, *self.laws))
+        broken = any(check.broken for check in self.same) or any(law.broken for law in self.laws)
+        return self.plan.fail_fast and broken
 
     def prove(self, about: About) -> Proof:
         reference = Reference(self.session.engine)
@@ -205,10 +206,10 @@ class _Prover:
         self.progress.stage("drawing samples", planned * plan.samples, "samples")
         seen = 0
         for setting, params in LAWS.items():
-            text = undecided_text(reference, self.prompts, outputs, params.temperature)
+            text = undecided_text(reference, self.prompts, outputs, params.temperature, plan.samples)
             law = enumerate_law(reference, text, params, plan.horizon)
-            probes = (Likeliest(law), Drawn(law, tree=False), Drawn(law, tree=True))
-            for name, drafter in (*self.own, *((p.name, p) for p in probes)):
+            probes = (Drawn(law, tree=False), Drawn(law, tree=True), Likeliest(law))
+            for name, drafter in (*((p.name, p) for p in probes), *self.own):
                 if self.enough:
                     return
                 now = time.monotonic()

@@ -25,7 +25,7 @@ class Plan:
 
     prompts: int = 8
     tokens: int = 32
-    samples: int = 1000
+    samples: int = 600
     horizon: int = 3
     minutes: float = 10.0
     alpha: float = 1e-4

@@ -64,11 +64,10 @@ class Proof:
     def as_json(self) -> dict[str, Any]:
         """Everything, as JSON values, with what is derived."""
         told = asdict(self)
-        for kind, checks in (("identity", self.identity), ("laws", self.laws)):
-            for values, check in zip(told[kind], checks, strict=True):
-                values["broken"] = check.broken
+        for values, law in zip(told["laws"], self.laws, strict=True):
+            values["broken"] = law.broken
         for values, same in zip(told["identity"], self.identity, strict=True):
-            values["identical"] = same.identical
+            values |= {"identical": same.identical, "broken": same.broken}
             for inner, difference in zip(values["differences"], same.differences, strict=True):
                 inner["near_tie"] = difference.near_tie
                 if difference.margin == math.inf:  # which JSON cannot say
