@@ -38,6 +38,7 @@ Ints = NDArray[np.int_]
 _ROWS = 4.0  # finished rows after which one's evidence counts half in the prior of new ones
 _WORTH = 10.0  # tested tokens of finished rows that are worth one in the prior of new ones …
 _MOST = 8.0  # … which is worth no more than this
+_APART = 16  # steps between two in which it is not done what seems best, to see what that takes
 _HOT = 1.0  # steps' worth of time that hot rows may be tried for at once …
 _HOT_SHARE = 0.5  # … and what comes of it again, as a share of `probe_share`
 
@@ -160,6 +161,7 @@ class Goodput(Controller):
         self._rows: dict[int, tuple[_Kind, Evidence]] = {}
         self._credit = 0.0  # seconds that probes may cost
         self._hot_credit = math.inf  # and those of hot rows
+        self._since_look = 0
         self._context = 0.0
 
     # -- planning -------------------------------------------------------------------------------
@@ -290,11 +292,14 @@ class Goodput(Controller):
 
     def _check(self, step: _Step, depths: Ints) -> Ints:
         """These depths, or for once others, where the clock has not seen for too long what they take."""
-        if not step.given:
-            for other in self._others(step, depths):
-                tokens = self._tokens(step, other) if other.any() else None
-                if self._clock.stale(len(depths), tokens):
-                    return other
+        self._since_look += 1
+        if step.given or self._since_look < _APART:
+            return depths
+        for other in self._others(step, depths):
+            tokens = self._tokens(step, other) if other.any() else None
+            if self._clock.stale(len(depths), tokens):
+                self._since_look = 0
+                return other
         return depths
 
     def _others(self, step: _Step, depths: Ints) -> Iterator[Ints]:
