@@ -99,10 +99,10 @@ def test_it_is_due_soon_once_the_machine_has_changed_and_a_few_looks_settle_it()
     looks = 0
     for step in range(400):
         if clock.stale(1, None):
-            see_plain(clock, 1.5)
+            see_plain(clock, 3.0)
             looks += 1
         else:
-            see_drafts(clock, 1.5)
+            see_drafts(clock, 3.0)
         if step < 15:
             assert not looks
         if step == 20:
