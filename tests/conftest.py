@@ -1,4 +1,4 @@
-"""Shared by all tests: a cache folder of their own, and one thread; parallel workers would fight for cores."""
+"""Shared by all tests: a cache of their own, and one thread; parallel workers would fight for cores."""
 
 from __future__ import annotations
 
