@@ -29,7 +29,7 @@ from peer_driver import Crew, PeerError, Watch, Worker
 from peer_processes import GB, Models, Process, processes
 from peer_report import PeerReport
 from peer_settings import SETTINGS, Setting, chosen
-from peers import counted, few, main
+from peers import answers, counted, few, main
 from slipstream.errors import ModelError, ParameterError
 from slipstream.model.progress import Silent
 from slipstream.testing.tiny import save_tiny
@@ -175,6 +175,39 @@ def test_an_answer_is_as_long_as_the_limit_or_ends(ids: list[int]) -> None:
 def test_an_answer_that_is_counted_otherwise_is_refused(ids: list[int]) -> None:
     with pytest.raises(PeerError, match="not be comparable"):
         counted({"ids": ids}, 4, (9, 8))
+
+
+class Stub:
+    """A worker that says what it is asked."""
+
+    cpu_seconds = 0.0
+
+    def __init__(self, *settings: Setting) -> None:
+        self.process = Process("stub", "", settings, 0, lambda: (Path(), {}, {}))
+        self.asked: list[Any] = []
+
+    def ask(self, setting: str, ids: list[int], max_tokens: int) -> dict[str, Any]:
+        self.asked.append((setting, ids, max_tokens))
+        return {"ids": [1] * max_tokens, "seconds": 1.0}
+
+    def forget(self) -> None:
+        self.asked.append("forget")
+
+
+def test_warm_ups_are_not_measured_and_teach_nothing() -> None:
+    one = Setting("e", "bf16", "one", {"draft": {"n_max": 3}}, "")
+    two = Setting("e", "bf16", "two", {}, "", learns=True)
+    models: Any = SimpleNamespace(eos_ids=(9,))
+    stub: Any = Stub(one, two)
+    todo = [(i, s) for i in range(2) for s in (one, two)]
+    told = list(answers(stub, todo, [[1, 2, 3], [4]], models, 32))
+    assert [(i, s.method, r["tokens"]) for i, s, r in told] == [
+        (0, "one", 32), (0, "two", 32), (1, "one", 32), (1, "two", 32)
+    ]  # fmt: skip
+    warm = [("bf16 one", [4], 16), ("bf16 two", [4], 16)]
+    assert stub.asked[:3] == [*warm, "forget"] and len(stub.asked) == 7
+    plain: Any = Stub(one)
+    assert list(answers(plain, [], [[1]], models, 32)) == [] and not plain.asked
 
 
 def test_prompts_are_read_as_they_are_published(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 _NOISE = 0.1  # standard deviation of log seconds of equal steps
 _GATE = 3.0  # beyond so many standard deviations a surprise counts less the larger it is
-_MOVED = 0.1  # change of the machine's term after which the other choice is looked at soon
+_MOVED = 0.2  # change of the machine's term after which the other choice is looked at soon
 _SOON, _LATE = 16, 256  # steps at about so many rows until it is looked at
 
 

@@ -18,7 +18,7 @@ The curves are held against the seconds that steps really take (`control.clock`)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ Ints = NDArray[np.int_]
 _ROWS = 4.0  # finished rows after which one's evidence counts half in the prior of new ones
 _WORTH = 10.0  # tested tokens of finished rows that are worth one in the prior of new ones …
 _MOST = 8.0  # … which is worth no more than this
+_APART = 16  # steps between two in which it is not done what seems best, to see what that takes
 _HOT = 1.0  # steps' worth of time that hot rows may be tried for at once …
 _HOT_SHARE = 0.5  # … and what comes of it again, as a share of `probe_share`
 
@@ -160,6 +161,7 @@ class Goodput(Controller):
         self._rows: dict[int, tuple[_Kind, Evidence]] = {}
         self._credit = 0.0  # seconds that probes may cost
         self._hot_credit = math.inf  # and those of hot rows
+        self._since_look = 0
         self._context = 0.0
 
     # -- planning -------------------------------------------------------------------------------
@@ -290,18 +292,30 @@ class Goodput(Controller):
 
     def _check(self, step: _Step, depths: Ints) -> Ints:
         """These depths, or for once others, where the clock has not seen for too long what they take."""
-        rows = len(depths)
-        if step.given:
+        self._since_look += 1
+        if step.given or self._since_look < _APART:
             return depths
+        for other in self._others(step, depths):
+            tokens = self._tokens(step, other) if other.any() else None
+            if self._clock.stale(len(depths), tokens):
+                self._since_look = 0
+                return other
+        return depths
+
+    def _others(self, step: _Step, depths: Ints) -> Iterator[Ints]:
+        """Depths that make a step of another size: none, and the next larger and smaller one."""
         if not depths.any():
-            other = np.minimum(step.room, 1)
-        elif self._clock.stale(rows, None):
-            return np.zeros_like(depths)
-        else:  # deeper, until it is a step of another size
-            other, tokens = depths, self._tokens(step, depths)
-            while self._tokens(step, other) <= 1 << (tokens - 1).bit_length() and np.any(other < step.room):
-                other = np.minimum(other + 1, step.room)
-        return other if self._clock.stale(rows, self._tokens(step, other)) else depths
+            yield np.minimum(step.room, 1)
+            return
+        yield np.zeros_like(depths)
+        size = (self._tokens(step, depths) - 1).bit_length()
+        larger = smaller = depths
+        while self._tokens(step, larger) <= 1 << size and np.any(larger < step.room):
+            larger = np.minimum(larger + 1, step.room)
+        yield larger
+        while self._tokens(step, smaller) > 1 << (size - 1) and smaller.any():
+            smaller = np.maximum(smaller - 1, 0)
+        yield smaller
 
     @staticmethod
     def _tokens(step: _Step, depths: Ints) -> int:
