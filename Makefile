@@ -31,7 +31,7 @@ demo: $(STAMP)  ## Download a real model pair once, and see it answer faster wit
 test: $(STAMP)  ## All tests that need no download (a few minutes on two cores)
 	$(BIN)/python -m pytest -q -n 2 -m "not real and not gpu and not slow"
 
-test-slow: $(STAMP)  ## The tests that train small models or start servers (a minute or two)
+test-slow: $(STAMP)  ## The tests that train, start servers or decode at length (ten minutes)
 	$(BIN)/python -m pytest -q -n 2 -m "slow and not real and not gpu"
 
 test-real: $(STAMP)  ## The tests on the real pair (about half an hour on two cores)

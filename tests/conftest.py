@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+# Folders and files that train, start servers, or decode thousands of tokens: `make test-slow` runs them.
+SLOW = (
+    *("train", "serve", "proof", "bench/test_drafters_bench.py", "bench/test_quality_bench.py"),
+    *("bench/test_bench_run.py", "bench/test_peers_bench.py", "engine/test_int8_exact.py"),
+    *("cli/test_cli_serve.py", "cli/test_cli_verify.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = [Path(__file__).parent / name for name in SLOW]
+    for item in items:
+        if any(item.path == place or place in item.path.parents for place in slow):
+            item.add_marker(pytest.mark.slow)
 
 
 def _real(request: pytest.FixtureRequest) -> bool:

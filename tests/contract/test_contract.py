@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from slipstream.testing.contract import DrafterContract
 
 MINE = '''
@@ -41,6 +43,7 @@ class TestDrafters(DrafterContract):
     pass
 
 
+@pytest.mark.slow
 def test_a_drafter_from_a_file_is_tested_and_its_faults_are_found(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MINE)

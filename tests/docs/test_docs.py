@@ -28,6 +28,7 @@ def example(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_example_drafter_drafts_and_changes_nothing(example: Path) -> None:
     model = tiny_model("llama", seed=3)
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
@@ -47,6 +48,7 @@ def test_the_example_drafter_drafts_and_changes_nothing(example: Path) -> None:
     assert drafted > 0
 
 
+@pytest.mark.slow
 def test_the_example_drafter_keeps_the_contract(example: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract"]

@@ -25,13 +25,6 @@ from slipstream.serve.worker import Worker
 from slipstream.testing.tiny import save_tiny
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers take their time: `make test-slow` runs this folder."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("serve") / "target", kind="qwen2", seed=1)

@@ -14,13 +14,6 @@ from slipstream.model.identity import identity
 from slipstream.testing.tiny import save_tiny
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Training takes its time: `make test-slow` runs this folder."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("target"), layers=3, seed=7)
