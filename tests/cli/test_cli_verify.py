@@ -78,7 +78,7 @@ def test_every_command_says_that_a_fault_is_planted() -> None:
         (["--drafter", "ngrm"], "did you mean 'ngram'"),
         (["--drafter", "ngram:max_n=0"], "1 <= min_n <= max_n"),
         (["--controller", "nothing"], "unknown controller 'nothing'"),
-        (["--prompts", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--prompts", "nowhere.txt"], "there is no file nowhere.txt"),
         (["--samples", "5"], "samples must be at least 100, not 5"),
         (["--minutes", "0"], "minutes must be above 0, not 0"),
         (["--limit", "0"], "prompts must be at least 1, not 0"),
