@@ -28,10 +28,9 @@ def _real(request: pytest.FixtureRequest) -> bool:
     return any(item.get_closest_marker("real") for item in request.session.items)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(request: pytest.FixtureRequest) -> None:
-    """Before each test: a command that was given --threads leaves its number behind, and sums would differ."""
-    if not _real(request):
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """One thread: a command that was given --threads leaves its number behind, and sums would differ."""
+    if not item.get_closest_marker("real"):
         torch.set_num_threads(1)
 
 
