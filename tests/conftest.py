@@ -13,7 +13,7 @@ SLOW = (
     *("train", "serve", "proof", "bench/test_drafters_bench.py", "bench/test_quality_bench.py"),
     *("bench/test_bench_run.py", "bench/test_peers_bench.py", "engine/test_int8_exact.py"),
     *("cli/test_cli_serve.py", "cli/test_cli_verify.py", "control/test_goodput_load.py"),
-    *("heads/test_quantised.py", "engine/test_hf_generate_law.py"),
+    *("heads/test_quantised.py", "engine/test_hf_generate_law.py", "cli/test_cli_run.py"),
 )
 
 
