@@ -10,7 +10,7 @@ import typer
 
 from slipstream.cli.measure import numbers
 from slipstream.cli.plan import write
-from slipstream.cli.request import MOST_THREADS
+from slipstream.cli.request import MOST_THREADS, DeviceOption, DtypeOption, ThreadsOption, TrustOption
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -95,15 +95,11 @@ def bench(
         Path | None,
         typer.Option(help="Measure nothing, report what this file holds.", show_default=False),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure whole answers, in rounds, everything interleaved; report speed-ups, acceptance and exactness.
 

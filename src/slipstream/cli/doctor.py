@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.memory_plan import as_json, check_numbers, print_plan
-from slipstream.cli.request import DEFAULT_MODEL, EmbeddingOption, WeightsOption
+from slipstream.cli.request import (
+    DEFAULT_MODEL,
+    DeviceOption,
+    DtypeOption,
+    EmbeddingOption,
+    TrustOption,
+    WeightsOption,
+)
 from slipstream.errors import ParameterError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -41,16 +48,12 @@ def doctor(
         int | None, typer.Option(help="Tokens of prompt and answer. Default: the model's own.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
-    ] = "auto",
+    dtype: DtypeOption = "auto",
     weights: WeightsOption = "plain",
     embedding: EmbeddingOption = "plain",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: DeviceOption = "cpu",
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Report on this machine: versions, processor, memory, disk, GPUs, models; and whether a model fits.
 

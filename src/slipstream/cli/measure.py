@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.plan import write
-from slipstream.cli.request import MOST_THREADS, EmbeddingOption, WeightsOption
+from slipstream.cli.request import (
+    MOST_THREADS,
+    DeviceOption,
+    DtypeOption,
+    EmbeddingOption,
+    ThreadsOption,
+    TrustOption,
+    WeightsOption,
+)
 from slipstream.errors import ParameterError
 from slipstream.prompts.rows import read_prompts
 
@@ -56,17 +64,13 @@ def measure(
     limit: Annotated[
         int | None, typer.Option(help="Prompts used, the first ones.", show_default=False)
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
-    ] = "auto",
+    dtype: DtypeOption = "auto",
     weights: WeightsOption = "plain",
     embedding: EmbeddingOption = "plain",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")] = None,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON too.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure step times, drafters and acceptance; `slipstream plan --measured FILE` turns them into advice.
 

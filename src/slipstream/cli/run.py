@@ -13,8 +13,12 @@ from slipstream.cli.request import (
     COLOURS,
     DEFAULT_MODEL,
     MOST_THREADS,
+    DeviceOption,
+    DtypeOption,
     EmbeddingOption,
     Request,
+    ThreadsOption,
+    TrustOption,
     WeightsOption,
     checked,
     one_prompt,
@@ -82,13 +86,11 @@ def run(
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")
     ] = None,
     n: Annotated[int, typer.Option(help="Number of answers, with seeds SEED, SEED+1, ...")] = 1,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
-    ] = "auto",
+    dtype: DtypeOption = "auto",
     weights: WeightsOption = "plain",
     embedding: EmbeddingOption = "plain",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")] = None,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
     context: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer. Default: the model's own.")
     ] = None,
@@ -114,9 +116,7 @@ def run(
             " NO_COLOR is set), always also into a pipe.",
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Answer a prompt, or chat. Text goes to stdout, measurements to stderr.
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.request import DEFAULT_MODEL, EmbeddingOption, WeightsOption
+from slipstream.cli.request import (
+    DEFAULT_MODEL,
+    DeviceOption,
+    DtypeOption,
+    EmbeddingOption,
+    ThreadsOption,
+    TrustOption,
+    WeightsOption,
+)
 from slipstream.cli.toy import or_toy
 from slipstream.errors import ParameterError
 
@@ -100,16 +108,12 @@ def serve(
         bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
     ] = False,
     grace: Annotated[float, typer.Option(help="Seconds to finish requests after SIGTERM.", min=0)] = 10.0,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
-    ] = "auto",
+    dtype: DtypeOption = "auto",
     weights: WeightsOption = "plain",
     embedding: EmbeddingOption = "plain",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
-    ] = False,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Serve a model over HTTP, in the form of OpenAI's API, with a page at /.
 

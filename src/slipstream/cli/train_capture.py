@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.cli.request import DeviceOption, DtypeOption, ThreadsOption, TrustOption
 from slipstream.cli.train_shared import (
-    DeviceOption,
-    DtypeOption,
     JsonOption,
     ModelArgument,
     StatusLine,
-    ThreadsOption,
-    TrustOption,
     leave,
     loaded_target,
     parse_layers,

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.cli.request import DeviceOption, DtypeOption, ThreadsOption, TrustOption
 from slipstream.cli.train_capture import capture
 from slipstream.cli.train_shared import (
-    DeviceOption,
-    DtypeOption,
     Guard,
     JsonOption,
     ModelArgument,
     StatusLine,
-    ThreadsOption,
-    TrustOption,
     leave,
     loaded_target,
     parse_time,

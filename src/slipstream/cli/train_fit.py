@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from slipstream.cli.request import DeviceOption, DtypeOption, ThreadsOption, TrustOption
 from slipstream.cli.train_run import TrainingRun, fit_settings
-from slipstream.cli.train_shared import (
-    DeviceOption,
-    DtypeOption,
-    Guard,
-    ModelArgument,
-    ThreadsOption,
-    TrustOption,
-    loaded_target,
-    parse_layers,
-)
+from slipstream.cli.train_shared import Guard, ModelArgument, loaded_target, parse_layers
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:

@@ -23,11 +23,7 @@ QUIET_SECONDS = 30.0  # between two lines of progress where there is no terminal
 ModelArgument = Annotated[
     str, typer.Argument(help="The target: catalogue name, folder, .gguf file or hub id.", show_default=False)
 ]
-DtypeOption = Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
-ThreadsOption = Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")]
 
 
 @contextmanager

@@ -30,14 +30,7 @@ PromptFile = Annotated[
 ]
 Limit = Annotated[int, typer.Option("--limit", help="Prompts used, the first ones.")]
 Tokens = Annotated[int, typer.Option("--tokens", help="Tokens of each answer that are measured.")]
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="bfloat16, float16 or float32; auto is the checkpoint's own.")
-]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
-]
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.tune import (
-    Device,
-    Dtype,
-    Json,
-    Limit,
-    ModelName,
-    PromptFile,
-    Tokens,
-    TrustRemoteCode,
-    opened,
-    require_least,
-)
+from slipstream.cli.request import DeviceOption, DtypeOption, TrustOption
+from slipstream.cli.tune import Json, Limit, ModelName, PromptFile, Tokens, opened, require_least
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -41,10 +31,10 @@ def tune_medusa(
             show_default=False,
         ),
     ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
     json_: Json = False,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure how often each choice of each Medusa head is right, for the best draft tree.
 

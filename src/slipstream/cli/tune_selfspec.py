@@ -6,18 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.cli.tune import (
-    Device,
-    Dtype,
-    Json,
-    Limit,
-    ModelName,
-    PromptFile,
-    Tokens,
-    TrustRemoteCode,
-    opened,
-    require_least,
-)
+from slipstream.cli.request import DeviceOption, DtypeOption, TrustOption
+from slipstream.cli.tune import Json, Limit, ModelName, PromptFile, Tokens, opened, require_least
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -32,10 +22,10 @@ def tune_selfspec(
     depth: Annotated[int, typer.Option(help="Longest draft considered.")] = 8,
     trials: Annotated[int, typer.Option(help="Sets of sublayers measured.")] = 150,
     seed: Annotated[int, typer.Option(help="Of the random part of the search.")] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
     json_: Json = False,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Find which sublayers `selfspec` leaves out of a model. Kept in the cache, used from then on.
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.cli.request import DEFAULT_MODEL, MOST_THREADS
+from slipstream.cli.request import (
+    DEFAULT_MODEL,
+    MOST_THREADS,
+    DeviceOption,
+    DtypeOption,
+    ThreadsOption,
+    TrustOption,
+)
 from slipstream.cli.toy import or_toy
 from slipstream.core.fault import ENVIRONMENT, FAULTS
 from slipstream.errors import ParameterError
@@ -57,11 +64,9 @@ def verify(
     samples: Annotated[int, typer.Option(help="Samples of each law; fewer if the time is short.")] = 600,
     minutes: Annotated[float, typer.Option(help="Time to spend, the loading of models apart.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Another one tries other random numbers.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="Stop at the first thing that is broken.")
     ] = False,
@@ -69,9 +74,7 @@ def verify(
         bool, typer.Option("--faults", help=f"List the faults that {ENVIRONMENT} can plant, and do no more.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Try to find a difference between plain decoding and speculation, for your model and drafter.
 
