@@ -19,6 +19,7 @@ from prompts.make_drafters import COMPLETE, TASKS
 from slipstream.engine.inputs import chat_ids
 from slipstream.errors import ParameterError
 from slipstream.model.store import write_atomic
+from slipstream.plan.here import cpu_name
 
 TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
 PROMPTS = Path(__file__).parent / "prompts"
@@ -122,7 +123,7 @@ def same_ids(rows: Sequence[Row], base: Sequence[Row]) -> int:
 
 
 def machine(threads: int) -> str:
-    return f"{_cpu_name()}, {os.cpu_count()} cores, {threads} threads"
+    return f"{cpu_name()}, {os.cpu_count()} cores, {threads} threads"
 
 
 def versions() -> str:
@@ -200,11 +201,3 @@ class Log:
             file.write(json.dumps(value) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()

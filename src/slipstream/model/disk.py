@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 from slipstream.errors import CapacityError, ParameterError
 from slipstream.model.progress import size
+from slipstream.model.store import free_bytes as free_bytes
+from slipstream.model.store import write_through
 
 
 @contextmanager
@@ -40,26 +41,10 @@ def require_room(folder: Path, needed: int, what: str) -> None:
         )
 
 
-def free_bytes(folder: Path) -> int:
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    return shutil.disk_usage(there).free
-
-
 def write_whole(path: Path, data: bytes) -> None:
     """The file is whole and on the disk, or it is not there."""
-    partial = path.with_name(f".{path.name}.partial")
     with writing(path.parent):
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        write_through(path.with_name(f".{path.name}.partial"), path, data)
 
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:

@@ -96,12 +96,17 @@ def reading_errors(where: Path | str) -> Iterator[None]:
         ) from error
 
 
-def require_room(at: Path, needed: int, what: str) -> None:
-    """CapacityError unless the disk that holds `at` has `needed` bytes free."""
-    there = at
+def free_bytes(at: Path) -> int:
+    """Of the disk that holds `at`, which need not exist yet."""
+    there = at.absolute()
     while not there.exists():
         there = there.parent
-    free = shutil.disk_usage(there).free
+    return shutil.disk_usage(there).free
+
+
+def require_room(at: Path, needed: int, what: str) -> None:
+    """CapacityError unless the disk that holds `at` has `needed` bytes free."""
+    free = free_bytes(at)
     if free < needed:
         raise CapacityError(
             f"{what} needs {size(needed)} of free disk at {at}, and {size(free)} are free: free some room "
@@ -113,10 +118,14 @@ def require_room(at: Path, needed: int, what: str) -> None:
 def write_atomic(path: Path, text: str) -> None:
     """Writes a small file so that it is whole or absent, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    write_through(path.with_name(f"{path.name}.{os.getpid()}.partial"), path, text.encode())
+
+
+def write_through(partial: Path, path: Path, data: bytes) -> None:
+    """Puts the data on the disk as `partial`, which then becomes `path`, or is gone."""
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

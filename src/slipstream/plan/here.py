@@ -40,12 +40,15 @@ def processor(device: torch.device) -> str:
     they are called."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
+    return f"{cpu_name()}, {os.cpu_count()} cores"
+
+
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores"
+        return platform.processor() or platform.machine()
 
 
 def load_average() -> float:

@@ -9,7 +9,6 @@ no target is replayed on the answers that another one's run has left.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -270,8 +269,3 @@ def _answers(
         counts.append(row.counts)
         told.append(Recorded(tuple(prompt), tuple(row.output), plan.tokens))
     return counts, told, reading
-
-
-def estimate_steps(plan: Plan) -> int:
-    """Target steps that a measurement computes, so that a person can be told how long it may take."""
-    return (plan.rounds + 1) * len(plan.grid) + math.ceil(len(plan.rows) * len(plan.depths) * plan.rounds)
