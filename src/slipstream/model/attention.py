@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from slipstream.errors import ModelError
@@ -20,6 +21,10 @@ from slipstream.model.cache import SlotCache, round_up
 from slipstream.model.pack import ROWS, Pack
 
 NAME = "slipstream"
+# Rows of up to so many tokens let the query heads that share a key head be more lines of one matrix: the
+# keys are read once for all of them, and one token is no longer padded to `ROWS`. A longer row's mask would
+# grow too large. Both ways give the same bits (tests/model/test_attention.py).
+FOLDED = 64
 
 
 @dataclass
@@ -28,14 +33,21 @@ class AttentionStep:
 
     pack: Pack
     cache: SlotCache
-    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
     layers_seen: set[int] = field(default_factory=set)
 
-    def mask(self, index: int, rows: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """The row's mask; equal for all layers of one window, so built once."""
-        key = (index, window)
+    def mask(self, index: int, group: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+        """[1, 1, M, W]: each line of the row's mask `group` times; M is a multiple of `ROWS`.
+
+        Equal for all layers of one window, so built once.
+        """
+        key = (index, group, window)
         if key not in self.masks:
-            self.masks[key] = self.pack.spans[index].mask(rows, window, like.dtype, like.device)
+            span = self.pack.spans[index]
+            lines = span.mask(round_up(span.count, ROWS), window, like.dtype, like.device)
+            if group > 1:
+                lines = lines.repeat_interleave(group, 2)[:, :, : round_up(span.count * group, ROWS)]
+            self.masks[key] = lines
         return self.masks[key]
 
 
@@ -61,28 +73,36 @@ def slot_attention(
             raise ModelError(f"the model's attention uses {name!r}, which Slipstream does not compute")
     step, layer = slipstream, int(module.layer_idx)  # type: ignore[arg-type]
     step.layers_seen.add(layer)
-    heads, total = query.shape[1], query.shape[2]
-    kv_heads = key.shape[1]
-    grouped = query[0].view(kv_heads, heads // kv_heads, total, -1)  # [kv_heads, G, T, D]
-    spans = step.pack.spans
-    output = query.new_zeros(total, kv_heads, heads // kv_heads, value.shape[-1])  # [T, kv_heads, G, D]
-    for index, span in enumerate(spans):
+    kv_heads, total = key.shape[1], query.shape[2]
+    group = query.shape[1] // kv_heads
+    grouped = query[0].view(kv_heads, group, total, -1)  # [kv_heads, G, T, D]
+    folded = query.new_zeros(kv_heads, total * group + ROWS, query.shape[-1])  # the last rows are padding
+    folded[:, : total * group].view(kv_heads, total, group, -1).copy_(grouped.transpose(1, 2))
+    output = query.new_zeros(kv_heads, total, group, value.shape[-1])
+    for index, span in enumerate(step.pack.spans):
         keys, values = step.cache.write(
             span.slot, layer, key[0, :, span.start : span.end], value[0, :, span.start : span.end], span.width
         )  # [kv_heads, W, D]
-        rows = round_up(span.count, ROWS)
-        part = grouped[:, :, span.start : span.start + rows]  # [kv_heads, G, rows, D]
-        if len(spans) > 1:  # the next row's tokens must not stand in for padding
-            part = torch.nn.functional.pad(grouped[:, :, span.start : span.end], (0, 0, 0, rows - span.count))
-        result = torch.nn.functional.scaled_dot_product_attention(
-            part,
-            keys[:, None].expand(-1, part.shape[1], -1, -1),
-            values[:, None].expand(-1, part.shape[1], -1, -1),
-            attn_mask=step.mask(index, rows, sliding_window, query),
-            scale=scaling,
-        )  # [kv_heads, G, rows, D]
-        output[span.start : span.end] = result[:, :, : span.count].permute(2, 0, 1, 3)
-    return output.flatten(1, 2)[None], None
+        if span.count <= FOLDED:
+            begin, lines = span.start * group, span.count * group
+            result = scaled_dot_product_attention(
+                folded[None, :, begin : begin + round_up(lines, ROWS)],
+                keys[None],
+                values[None],
+                attn_mask=step.mask(index, group, sliding_window, query),
+                scale=scaling,
+            )[0, :, :lines].unflatten(1, (span.count, group))  # [kv_heads, count, G, D]
+        else:
+            part = pad(grouped[:, :, span.start : span.end], (0, 0, 0, -span.count % ROWS))
+            result = scaled_dot_product_attention(
+                part,
+                keys[:, None].expand(-1, group, -1, -1),
+                values[:, None].expand(-1, group, -1, -1),
+                attn_mask=step.mask(index, 1, sliding_window, query),
+                scale=scaling,
+            )[:, :, : span.count].transpose(1, 2)
+        output[:, span.start : span.end] = result
+    return output.transpose(0, 1).flatten(1, 2)[None], None  # [1, T, H, D]
 
 
 def register() -> None:
