@@ -66,7 +66,7 @@ class Int8Linear(KernelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         quantised, row = quantise_input(x) if self.shared is None else self.shared.quantise(x)
-        # float32 until the scale is in: a bfloat16 product times a float32 column takes up to four times longer.
+        # float32 until the scale is in: bfloat16 times a float32 column takes up to four times as long
         y = product(quantised, self.packed, self.scales, self.zeros).mul_(row)  # [rows, out]
         if self.bias is not None:
             y += self.bias
