@@ -118,10 +118,15 @@ def write(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
     provenance: Mapping[str, Any] | None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a heads folder; tensors keep dtype and bits."""
+    """Write a heads folder; tensors keep their bits, or where `dtype` is given floating ones become that."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / file, {"format": "pt"})
+    stored = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
+        for name, tensor in tensors.items()
+    }
+    save_file(stored, folder / file, {"format": "pt"})
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if provenance is not None:
         write_atomic(folder / PROVENANCE, json.dumps(provenance, indent=2) + "\n")

@@ -139,8 +139,12 @@ def save_medusa(
     base_model: str = "",
     prefix: bool = False,
     provenance: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write FasterDecoding's layout; what it has no name for (shared output, draft vocabulary) is added."""
+    """Write FasterDecoding's layout; what it has no name for (shared output, draft vocabulary) is added.
+
+    dtype: of the floating tensors, None as they are.
+    """
     config = heads.config
     raw: dict[str, Any] = {
         "model_type": "medusa",
@@ -155,7 +159,7 @@ def save_medusa(
     if heads.vocab.reduced:
         raw["draft_vocab_size"] = heads.vocab.size
     named = {(_PREFIX if prefix else "") + k: v for k, v in heads.heads.state_dict().items()}
-    files.write(folder, MEDUSA_FILE, {**named, **heads.vocab.state_dict()}, raw, provenance)
+    files.write(folder, MEDUSA_FILE, {**named, **heads.vocab.state_dict()}, raw, provenance, dtype)
 
 
 # -- EAGLE ------------------------------------------------------------------------------------------
@@ -302,10 +306,11 @@ def save_eagle(
     *,
     midlayer: bool = False,
     provenance: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the layout vLLM loads; see `eagle_layout`."""
+    """Write the layout vLLM loads; see `eagle_layout`. dtype: of the floating tensors, None as they are."""
     tensors, config = eagle_layout(head, midlayer=midlayer)
-    files.write(folder, "model.safetensors", tensors, config, provenance)
+    files.write(folder, "model.safetensors", tensors, config, provenance, dtype)
 
 
 def eagle_layout(

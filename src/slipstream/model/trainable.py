@@ -91,12 +91,13 @@ class Trainable:
             yield
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """A checkpoint folder in the dtype the model came in, adapters merged; the model stays as it is."""
+        """A checkpoint folder in the dtype the model came in, adapters merged, tied weights stored once; the
+        model stays as it is."""
         saved = self.model
         if self._lora:
             with quiet():
                 saved = copy.deepcopy(self.model).merge_and_unload()  # type: ignore[operator]
-        state = {k: v.detach().to("cpu", self._dtype) for k, v in saved.state_dict().items()}
+        state = _cast(saved.state_dict(), self._dtype)
         with quiet():
             saved.save_pretrained(folder, state_dict=state, safe_serialization=True)  # type: ignore[operator]
             if self.tokenizer is not None:
@@ -105,6 +106,19 @@ class Trainable:
         config["dtype"] = str(self._dtype).removeprefix("torch.")
         write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
         write_atomic(folder / NOTE, json.dumps(provenance, indent=2) + "\n")
+
+
+def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU in `dtype`. What is one tensor under several names stays one: that is how
+    save_pretrained knows tied weights."""
+    made: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
+    cast = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if key not in made:
+            made[key] = tensor.detach().to("cpu", dtype)
+        cast[name] = made[key]
+    return cast
 
 
 def _with_adapters(model: PreTrainedModel, lora: Lora) -> nn.Module:

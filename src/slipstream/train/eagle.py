@@ -134,7 +134,7 @@ class EagleMethod(Method):
         return ranks
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        save_eagle(self.head, folder, provenance=provenance)
+        save_eagle(self.head, folder, provenance=provenance, dtype=self._parts.embedding.dtype)
 
 
 def _guessed(batch: Batch, i: int) -> tuple[torch.Tensor, torch.Tensor]:

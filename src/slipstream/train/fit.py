@@ -33,7 +33,7 @@ from slipstream.train.provenance import TargetNote, provenance, seal
 from slipstream.train.samples import Batch, Source
 from slipstream.train.settings import FitSettings
 
-_HISTORY = ("runs", "last_run", "versions", "complete")  # of a data manifest: how it came to be
+_HISTORY = ("runs", "last_run", "versions", "complete", "sources")  # of a data manifest: how it came to be
 Stopped = Literal["done", "tokens", "time", "interrupted"]
 
 

@@ -115,6 +115,6 @@ class MedusaMethod(Method):
         return best_tree(accuracies, NODES, self.depth)
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        save_medusa(self.heads, folder, provenance=provenance)
+        save_medusa(self.heads, folder, provenance=provenance, dtype=self._parts.embedding.dtype)
         if self._accuracies:
             write_atomic(folder / ACCURACIES, json.dumps({"accuracies": self._accuracies}) + "\n")

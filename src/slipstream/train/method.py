@@ -63,7 +63,8 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the drafter as the engine and other projects read it."""
+        """Write the drafter as the engine and other projects read it, in the dtype the engine loads it as: a
+        draft model's own, that of the target for heads."""
 
     def tree(self, accuracies: list[list[float]]) -> Choices | None:
         """The tree it will draft with these accuracies, where that is known in advance; None: a chain."""
