@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
 import shutil
 import sys
@@ -28,19 +29,23 @@ import slipstream
 from slipstream.cli.main import main as command
 from slipstream.cli.train_watch import TrainingWatch
 from slipstream.core.params import SamplingParams
+from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.parts import ModelParts
+from slipstream.model.store import write_atomic
 from slipstream.model.trainable import Trainable
+from slipstream.proof.reference import Reference
+from slipstream.proof.ties import margin_of
 from slipstream.train.dataset import DataSet
 from slipstream.train.draft_lm import DraftMethod
 from slipstream.train.fit import fit
-from slipstream.train.provenance import TargetNote
+from slipstream.train.provenance import TargetNote, seal
 from slipstream.train.samples import Sample
 from slipstream.train.settings import FitSettings
 from slipstream.train.sources import OnlineSource
 
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "src" / "slipstream" / "house" / "tiny"
-WORK = ROOT / "bench" / "out" / "tiny"
+WORK = Path("bench") / "out" / "tiny"  # below ROOT: what ships must not name folders of this machine
 LEFT_OUT = {
     "site-packages",
     "test",
@@ -53,6 +58,11 @@ LEFT_OUT = {
     "encodings",
 }
 END = "<|end|>"
+# The models only continue text, so a chat is the text of its messages.
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+)
+MOST_BYTES = 8_000_000
 PROMPT_TOKENS, HELD_OUT = 48, 0.06
 
 
@@ -205,6 +215,25 @@ def ship(name: str, made: Path) -> None:
     shutil.copytree(made, HOUSE / name, ignore=skip)
 
 
+def speak(folder: Path) -> None:
+    """Give a shipped model its chat template. It is trained without one: its data are plain text."""
+    write_atomic(folder / "chat_template.jinja", TEMPLATE + "\n")
+    seal(folder)
+
+
+def difference(
+    reference: Reference, prompt: list[int], plain: list[int], drafted: list[int]
+) -> dict[str, Any]:
+    """Where a greedy answer left plain decoding's, and how near the two tokens were (`slipstream verify`)."""
+    pairs = enumerate(zip(plain, drafted, strict=False))
+    at, tokens = next(((i, (a, b)) for i, (a, b) in pairs if a != b), (None, None))
+    if at is None or tokens is None:
+        return {"near_tie": False}
+    pipeline = LogitsPipeline(SamplingParams(temperature=0.0), reference.vocab_size, frozenset(), len(prompt))
+    margin = margin_of(reference, pipeline, prompt, plain[:at], 0, tokens)
+    return {"at": at, "logits": margin.logits, "spacing": margin.spacing, "near_tie": margin.near_tie}
+
+
 def measure(tokenizer: PreTrainedTokenizerFast, texts: list[str], scale: Scale, base: Path) -> dict[str, Any]:
     """tau in the engine on passages of files nobody was trained on, and the trainers' expectations."""
     asked = [p["prompt"] for p in prompts(tokenizer, texts, scale.measured, seed=99)]
@@ -220,6 +249,7 @@ def measure(tokenizer: PreTrainedTokenizerFast, texts: list[str], scale: Scale, 
     found: dict[str, Any] = {}
     with slipstream.load(str(HOUSE / "target"), max_rows=16) as session:
         plain = session.generate(asked, params)
+        reference = Reference(session.engine)
         for name, spec in drafters.items():
             session.use(spec)
             answers = session.generate(asked, params)
@@ -231,6 +261,13 @@ def measure(tokenizer: PreTrainedTokenizerFast, texts: list[str], scale: Scale, 
                 "acceptance": counts.conditional_acceptance,
                 "same_tokens": sum(a.tokens == b.tokens for a, b in zip(answers, plain, strict=True)),
                 "answers": len(answers),
+                "differences": [
+                    difference(
+                        reference, list(tokenizer(prompt)["input_ids"]), list(a.tokens), list(b.tokens)
+                    )
+                    for prompt, a, b in zip(asked, plain, answers, strict=True)
+                    if a.tokens != b.tokens
+                ],
             }
     for name in ("draft", "medusa", "eagle"):
         note = json.loads((HOUSE / name / "slipstream.json").read_text())
@@ -246,7 +283,9 @@ def main() -> None:
     options = parser.parse_args()
     scale = FULL
     if options.quick:
-        scale, HOUSE, WORK = QUICK, options.quick / "house", options.quick / "work"
+        made = options.quick.absolute()
+        scale, HOUSE, WORK = QUICK, made / "house", made / "work"
+    os.chdir(ROOT)
     if options.restart:
         shutil.rmtree(WORK, ignore_errors=True)
         shutil.rmtree(HOUSE, ignore_errors=True)
@@ -301,13 +340,20 @@ def main() -> None:
     )  # fmt: skip
     for name in ("medusa", "eagle", "draft"):
         ship(name, WORK / name)
+    for name in ("target", "draft"):
+        speak(HOUSE / name)
     found = measure(tokenizer, held_out, scale, base)
     size = sum(p.stat().st_size for p in HOUSE.rglob("*") if p.is_file())
     report = {"measured": found, "bytes": size, "seconds_of_this_call": round(time.perf_counter() - begun)}
     (HOUSE / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     for name, row in found.items():
-        print(f"{name:40} tau {row['tau']:.2f}")
+        same = f"{row['same_tokens']} of {row['answers']} as plain" if "answers" in row else ""
+        print(f"{name:40} tau {row['tau']:.2f}   {same}")
+        for d in row.get("differences", ()):
+            print(f"    {'near-tie' if d['near_tie'] else 'BROKEN'}: {d}")
     print(f"{size / 1e6:.2f} MB in {HOUSE}")
+    if size > MOST_BYTES:
+        raise SystemExit(f"the house models take {size} bytes, more than the {MOST_BYTES} they may")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Does `slipstream verify` find every planted fault, and nothing where there is none?
 
 Runs it with its defaults, as a process of its own, once with each fault and some times without one, each time
-with another seed; prints the figure of docs/lossless.md. Some minutes with the toy model.
+with another seed; prints the figure of docs/lossless.md. Some minutes with the tiny model.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--drafter", default="ngram")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--correct", type=int, default=20, help="runs without a fault")
     parser.add_argument("--minutes", type=float, default=30.0, help="limit of each run")
     parser.add_argument("--json", type=Path, default=OUT, metavar="FILE")
     asked = parser.parse_args()
     options = ["--model", asked.model, "--drafter", asked.drafter, "--minutes", str(asked.minutes)]
+    options += ["--dtype", asked.dtype]
     runs = []
     for seed, fault in enumerate([*FAULTS, *[None] * asked.correct]):
         run = verify([*options, "--seed", str(seed)], fault)

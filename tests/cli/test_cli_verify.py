@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 from slipstream.cli import main
 from slipstream.core.fault import ENVIRONMENT, FAULTS
 
-QUICK = ("--model", "tiny", "--limit", "2", "--tokens", "12", "--samples", "100", "--minutes", "10")
+QUICK = (
+    "--model", "tiny", "--dtype", "float32", "--limit", "2", "--tokens", "12", "--samples", "100",
+    "--minutes", "10",
+)  # fmt: skip
 
 
 def run(*arguments: str, **env: str | None) -> Any:

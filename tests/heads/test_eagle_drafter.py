@@ -209,6 +209,24 @@ def test_a_wider_tree_accepts_no_shorter_path(run: Any, info: Info) -> None:
     assert passes[0] >= passes[1] >= passes[2] and passes[0] > passes[2]
 
 
+def test_a_small_tree_holds_the_whole_chain_however_flat_the_scores(info: Info) -> None:
+    """A head that is sure of nothing scores breadth above depth; its argmax may be right all the same."""
+    model = tiny_model(vocab_size=24)
+    head = random_eagle(model, scale=0.02)
+    states: dict[int | str, torch.Tensor] = {k: torch.randn(3, 32) for k in (0, 1, 2)}
+    request = DraftRequest(0, [1, 2, 3, 4], 4, Budget(4, 9), SamplingParams(), 0)
+    trees = []
+    for top_k in (1, 4):
+        drafter = drafter_of(model, info, head, top_k=top_k)
+        drafter.observe([Observation(0, 0, (1, 2, 3), states)])
+        trees.append(drafter.propose([request])[0].tree)
+    chain, tree = trees
+    assert chain.is_chain and chain.depth == tree.depth == 4 and tree.num_drafted == 9
+    paths = [tree.path_tokens(node) for node in range(1, len(tree))]
+    assert paths[:4] == [chain.tokens[1 : end + 1] for end in range(1, 5)]
+    assert sum(len(path) == 1 for path in paths[4:]) == 3  # the rest is as broad as it may be
+
+
 def test_heads_and_trees_by_path(tmp_path: Path, run: Any, info: Info) -> None:
     model = tiny_model(vocab_size=24)
     params = SamplingParams(temperature=0.8, max_tokens=8)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.drafters._head_runner import HeadRunner
@@ -275,6 +276,46 @@ def test_every_kth_layer_is_kept(tmp_path: Path) -> None:
     tokens = torch.tensor([[1, 5, 2]])
     with torch.no_grad():
         torch.testing.assert_close(again(tokens).logits, pruned(tokens, use_cache=True).logits)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+@pytest.mark.parametrize("tie", [True, False])
+def test_tied_weights_are_stored_once_and_are_what_was_trained(
+    tie: bool, lora: Lora | None, tmp_path: Path
+) -> None:
+    """In bfloat16, which every weight is cast to: the two names of a tied table must not become two tensors."""
+    draft = Trainable(tiny_model(vocab_size=V, layers=1, tie=tie).to(torch.bfloat16), None, lora)
+    with torch.no_grad():
+        for parameter in draft.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    draft.save(tmp_path, {})
+    stored = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in stored, "model.embed_tokens.weight" in stored) == (not tie, True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    head, table = loaded.get_output_embeddings().weight, loaded.get_input_embeddings().weight
+    assert loaded.dtype == torch.bfloat16 and (head is table) == tie
+    for name, weight in draft.model.state_dict().items():
+        if lora is None:
+            assert torch.equal(loaded.state_dict()[name], weight.to(torch.bfloat16)), name
+
+
+def test_heads_are_stored_in_their_targets_dtype(tmp_path: Path) -> None:
+    target = tiny_model(vocab_size=V).to(torch.bfloat16)
+    parts = ModelParts.of(target)
+    medusa = MedusaMethod(random_medusa(target, draft_vocab_size=7), parts)
+    eagle = EagleMethod(random_eagle(target, draft_vocab_size=7), parts)
+    medusa.save(tmp_path / "medusa", {})
+    eagle.save(tmp_path / "eagle", {})
+    for folder, file, trained in (
+        ("medusa", "medusa_lm_head.safetensors", medusa.heads.heads.state_dict()),
+        ("eagle", "model.safetensors", eagle.head.body.state_dict()),
+    ):
+        stored = load_file(tmp_path / folder / file)
+        assert stored["d2t"].dtype == torch.int64 and stored["t2d"].dtype == torch.bool
+        for name, weight in trained.items():
+            assert weight.dtype == torch.float32 and torch.equal(stored[name], weight.bfloat16()), name
+    assert load_eagle(tmp_path / "eagle", parts).body["fc"].weight.dtype == torch.bfloat16
 
 
 def test_a_draft_with_unknown_logits_is_refused() -> None:

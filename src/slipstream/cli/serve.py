@@ -19,7 +19,6 @@ from slipstream.cli.request import (
     TrustOption,
     WeightsOption,
 )
-from slipstream.cli.toy import or_toy
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="Catalogue name, folder, .gguf file or hub id; tiny is a toy model for trying clients."
+            help="Catalogue name, folder, .gguf file or hub id; tiny comes with Slipstream, to try clients."
         ),
     ] = DEFAULT_MODEL,
     drafter: Annotated[
@@ -238,7 +237,6 @@ def _loaded(
 
             if threads is not None:
                 torch.set_num_threads(threads)
-            model = stack.enter_context(or_toy(model))
             session = stack.enter_context(load(model, "none", progress=drawn, **options))
             drafters = {label: build_drafter(spec, session.info) for label, spec in specs.items()}
         yield session, drafters

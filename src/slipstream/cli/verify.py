@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,6 @@ from slipstream.cli.request import (
     ThreadsOption,
     TrustOption,
 )
-from slipstream.cli.toy import or_toy
 from slipstream.core.fault import ENVIRONMENT, FAULTS
 from slipstream.errors import ParameterError
 
@@ -32,7 +30,7 @@ _SHOWN = 12  # differences in the table; --json has all
 def verify(
     model: Annotated[
         str,
-        typer.Option(help="Catalogue name, folder, .gguf file or hub id; tiny is a toy model for trying it."),
+        typer.Option(help="Catalogue name, folder, .gguf file or hub id; tiny comes with Slipstream."),
     ] = DEFAULT_MODEL,
     drafter: Annotated[
         str,
@@ -108,20 +106,18 @@ def verify(
         )
         if threads is not None:
             torch.set_num_threads(threads)
-        with or_toy(model) as folder:
-            proof = verify_pair(
-                folder,
-                drafter,
-                prompts=asked,
-                plan=plan,
-                controller=controller,
-                rule=rule,
-                progress=drawn,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=trust_remote_code,
-            )
-    proof = replace(proof, about=replace(proof.about, model=model))
+        proof = verify_pair(
+            model,
+            drafter,
+            prompts=asked,
+            plan=plan,
+            controller=controller,
+            rule=rule,
+            progress=drawn,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
     if json_:
         print_json(proof.as_json())
     else:

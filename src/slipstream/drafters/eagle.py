@@ -5,8 +5,8 @@ adds entries that are made from the head's own outputs; they lie behind the row'
 forgotten after the draft, and what was accepted is read again with the target's features. All
 nodes of a level, of all rows, are computed in one forward.
 
-The draft is a greedy chain (`top_k=1`), EAGLE-2's dynamic tree (the default), or a tree of a fixed shape
-(`choices=tree.json`). Drafted tokens are point masses.
+The draft is a greedy chain (`top_k=1`), EAGLE-2's dynamic tree around that chain (the default), or a tree of
+a fixed shape (`choices=tree.json`). Drafted tokens are point masses.
 """
 
 from __future__ import annotations
@@ -226,7 +226,11 @@ class EagleDrafter(Drafter):
         if self._choices is not None:
             shape = self._choices.cut(budget.depth, budget.nodes)
             return StaticGrowth(shape, least, scored=request.scored)
-        return DynamicGrowth(config.top_k, budget.depth, budget.nodes, least, scored=request.scored)
+        # A head learns the target's law, so it scores an argmax that will be taken as if it were drawn: by
+        # scores alone a greedy answer gets a tree too broad and too shallow, worse than its own chain.
+        return DynamicGrowth(
+            config.top_k, budget.depth, budget.nodes, least, scored=request.scored, greedy_path=True
+        )
 
     def _expand(self, live: Sequence[_Growing], width: int, scored: bool) -> Level:
         """The continuations of every frontier, all rows at once."""
