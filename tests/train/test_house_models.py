@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_models import MOST_BYTES, is_held_out, prompts, sources
 from typer.testing import CliRunner
 
 import slipstream
@@ -24,6 +23,7 @@ from slipstream.engine.session import Completion
 from slipstream.model.blueprint import Blueprint
 from slipstream.model.house import house_drafter, house_models
 from slipstream.model.load import local_folder
+from tiny_models import MOST_BYTES, is_held_out, prompts, sources
 
 HOUSE = Path(slipstream.__file__).parent / "house" / "tiny"
 DRAFTERS = ("draft_model", "medusa", "eagle", "eagle:top_k=1")

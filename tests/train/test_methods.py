@@ -283,7 +283,7 @@ def test_every_kth_layer_is_kept(tmp_path: Path) -> None:
 def test_tied_weights_are_stored_once_and_are_what_was_trained(
     tie: bool, lora: Lora | None, tmp_path: Path
 ) -> None:
-    """In bfloat16, which every weight is cast to: the two names of a tied table must not become two tensors."""
+    """Every weight is cast to bfloat16; the two names of a tied table must not become two tensors."""
     draft = Trainable(tiny_model(vocab_size=V, layers=1, tie=tie).to(torch.bfloat16), None, lora)
     with torch.no_grad():
         for parameter in draft.model.parameters():
