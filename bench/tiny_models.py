@@ -60,7 +60,8 @@ LEFT_OUT = {
 END = "<|end|>"
 # The models only continue text, so a chat is the text of its messages.
 TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
 MOST_BYTES = 8_000_000
 PROMPT_TOKENS, HELD_OUT = 48, 0.06
