@@ -11,6 +11,7 @@ from slipstream.cli import main
 from slipstream.cli.train_capture import needed
 from slipstream.cli.train_shared import parse_layers, parse_time, span
 from slipstream.errors import ParameterError
+from slipstream.testing.quantised import lacks_int8
 from slipstream.train.dataset import load_data
 from slipstream.train.sources import StoredSource
 
@@ -46,6 +47,18 @@ def test_from_prompts_to_stored_states(target_folder, tmp_path):
     (batch,) = source.batches("heldout", epoch=0, batch_size=99, seed=0)
     assert set(batch.features) == {0, 2, "last"} and batch.logits[0].shape[-1] == 4
     assert source.size("train") == len(data.train)
+
+
+@pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
+def test_the_int8_model_may_answer_for_the_plain_one(target_folder, tmp_path):
+    (tmp_path / "p.txt").write_text("hello\ngood morning\n")
+    begin = ["data", target_folder, "--prompts", tmp_path / "p.txt", "--max-tokens", 4, "--json"]
+    plain = json.loads(run(*begin, "-o", tmp_path / "plain").stdout)
+    int8 = json.loads(run(*begin, "-o", tmp_path / "int8", "--weights", "int8").stdout)
+    assert int8["target"] == plain["target"]
+    assert int8["arguments"].pop("weights") == "int8" and int8["arguments"] == plain["arguments"]
+    other = run(*begin, "-o", tmp_path / "int8")
+    assert other.exit_code == 2 and "weights" in other.stderr.splitlines()[-1]
 
 
 def test_other_sampling_in_the_same_folder_is_one_line(target_folder, tmp_path):

@@ -112,6 +112,14 @@ def data(
     limit_time: Annotated[
         str | None, typer.Option(metavar="TIME", help="Stop this run after 90s, 30m or 2h.")
     ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="plain|int8",
+            help="int8 lets the int8 model answer, nearly the same one and faster; the folder is the plain"
+            " model's all the same.",
+        ),
+    ] = "plain",
     split: Annotated[str, typer.Option(help="Split of a Hugging Face data set.")] = "train",
     config: Annotated[str | None, typer.Option(help="Configuration of a Hugging Face data set.")] = None,
     dtype: DtypeOption = "auto",
@@ -126,8 +134,10 @@ def data(
     command, and the answers are the same as if it had not been stopped.
     """
     from slipstream.core.params import SamplingParams
+    from slipstream.core.precision import check_precision
     from slipstream.prompts.rows import read_rows
 
+    check_precision(weights, "plain")
     sampling: dict[str, Any] = {
         name: value
         for name, value in (("temperature", temperature), ("top_p", top_p), ("top_k", top_k))
@@ -156,6 +166,12 @@ def data(
                 check_mask(loaded.tokenizer, loaded.generation_config.eos_ids)
         target = identity(loaded.model, loaded.tokenizer, loaded.name)
         arguments = {**settings.to_json(), "system": system}
+        if weights != "plain" and not keep_answers:
+            from slipstream.model.load import load
+
+            arguments["weights"] = weights
+            options: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
+            loaded = load(model, dtype=dtype, weights=weights, **options)
         writer = DataWriter(output, target, arguments, held_out)
         told, status = _answer(loaded, rows, settings, limits, writer, drafter, batch)
         manifest = writer.save(complete=told["ended"] == "done", sources=sources, **told)
@@ -206,7 +222,8 @@ def _answer(
         config = loaded.model.config.get_text_config()
         fit = rows_that_fit(config, weight.dtype, weight.device, settings.max_length)
         count = fit if batch is None else batch
-        with slipstream.load(loaded, drafter, device=weight.device, max_rows=count) as session:
+        options = {"weights": loaded.weights, "device": weight.device, "max_rows": count}
+        with slipstream.load(loaded, drafter, **options) as session:
             line.note(f"answering with {drafter}, {count} at once")
             tally = Answerer(session, settings, writer, limits).run(
                 rows, batch=count, report=report, stopped=stopped

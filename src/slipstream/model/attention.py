@@ -91,7 +91,7 @@ def slot_attention(
                 values[None],
                 attn_mask=step.mask(index, group, sliding_window, query),
                 scale=scaling,
-            )[0, :, :lines].unflatten(1, (span.count, group))  # [kv_heads, count, G, D]
+            )[0, :, :lines].view(kv_heads, span.count, group, -1)  # [kv_heads, count, G, D]
         else:
             part = pad(grouped[:, :, span.start : span.end], (0, 0, 0, -span.count % ROWS))
             result = scaled_dot_product_attention(

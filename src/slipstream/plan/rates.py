@@ -50,5 +50,5 @@ def int8_rate(side: int | None = None) -> float:
     packed = torch.ops.onednn.qlinear_prepack(weight, None)
     left = torch.ones((side, side), dtype=torch.uint8)
     scales, zeros = torch.ones(side), torch.zeros(side, dtype=torch.int32)
-    work = partial(product, left, packed, scales, zeros, torch.bfloat16)
+    work = partial(product, left, packed, scales, zeros)
     return 2 * side**3 / best_seconds(work, torch.device("cpu"))
