@@ -8,6 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TINY = "tiny"
+# That of `testing.tiny`, which knows no tools, and these besides.
+_TEMPLATE = (
+    '{% if tools %}<system>{{ tools | tojson }} <tool_call>{"name": …}</tool_call><|eos|>{% endif %}'
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for c in message.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|eos|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @contextmanager
@@ -22,7 +29,10 @@ def or_toy(model: str) -> Iterator[str]:
     if house_model(TINY) is not None:
         yield model
         return
-    from slipstream.testing.tiny import save_tiny
+    from slipstream.testing.tiny import save_tiny, tiny_tokenizer
 
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = _TEMPLATE
+    shape = {"kind": "qwen2", "seed": 1, "max_position_embeddings": 4096}
     with tempfile.TemporaryDirectory() as folder:
-        yield str(save_tiny(Path(folder) / TINY, kind="qwen2", seed=1, max_position_embeddings=4096))
+        yield str(save_tiny(Path(folder) / TINY, tokenizer=tokenizer, **shape))
