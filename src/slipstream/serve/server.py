@@ -45,6 +45,7 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, binding: Binding) -> None:
         self.service = service
         self.binding = binding
+        self._told = False
         super().__init__(
             uvicorn.Config(
                 guarded(service, binding),
@@ -61,11 +62,17 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        again = self.should_exit
+        again, self._told = self._told, True
         self.service.worker.begin_shutdown(0.0 if again else self.binding.grace)
         if again:
             self.force_exit = sig == signal.SIGINT
-        self.should_exit = True
+            self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """It listens while something still runs, so that whoever comes is told 503 and not refused."""
+        if self._told and not self.service.worker.alive:
+            self.should_exit = True
+        return await super().on_tick(counter)
 
 
 class JsonLines(logging.Formatter):
