@@ -85,12 +85,12 @@ def test_it_starts_answers_and_ends_within_its_grace(tmp_path: Path) -> None:
             assert set(http.get("/v1/models").json()["data"][0]["speculative"]["drafters"]) == {
                 "ngram", "suffix", "none"
             }  # fmt: skip
-            asked = {"prompt": "a prompt that is longer than a chunk" * 20, "max_tokens": 2, "temperature": 0}
+            asked = {"prompt": "a prompt that is longer than a chunk " * 60, "max_tokens": 2, "temperature": 0}
             told = [http.post("/v1/completions", json=asked).json() for _ in range(2)]
             cached = [t["usage"]["prompt_tokens_details"]["cached_tokens"] for t in told]
             assert cached[0] == 0 < cached[1] < told[1]["usage"]["prompt_tokens"]
             assert told[0]["choices"] == told[1]["choices"]
-            body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            body = {"prompt": "abc", "max_tokens": 1500, "ignore_eos": True, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
