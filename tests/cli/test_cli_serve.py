@@ -44,7 +44,6 @@ def test_drafters_have_labels_and_plain_decoding_is_always_there() -> None:
         (["tiny", "--controller", "goodput:max_dept=3"], "did you mean 'max_depth'"),
         (["tiny", "--max-seconds", "0"], "limit seconds must be above 0"),
         (["tiny", "--grace", "inf"], "--grace"),
-        (["tiny", "--grace", "nan"], "--grace"),
         (["tiny", "--cache-memory", "inf"], "--cache-memory"),
         (["tiny", "--served-model-name", ""], "--served-model-name"),
         (["tiny", "--metrics-prefix", "a b"], "prefix"),
