@@ -62,7 +62,8 @@ END = "<|end|>"
 TEMPLATE = (
     '{% if tools %}{{ tools | tojson }}\n<tool_call>{"name": …}</tool_call>\n{% endif %}'
     "{% for message in messages %}{{ message['content'] or '' }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
 MOST_BYTES = 8_000_000

@@ -84,7 +84,8 @@ def test_it_starts_answers_and_ends_within_its_grace(tmp_path: Path) -> None:
             assert set(http.get("/v1/models").json()["data"][0]["speculative"]["drafters"]) == {
                 "ngram", "suffix", "none"
             }  # fmt: skip
-            asked = {"prompt": "a prompt that is longer than a chunk " * 60, "max_tokens": 2, "temperature": 0}
+            long = "a prompt that is longer than a chunk " * 60
+            asked = {"prompt": long, "max_tokens": 2, "temperature": 0}
             told = [http.post("/v1/completions", json=asked).json() for _ in range(2)]
             cached = [t["usage"]["prompt_tokens_details"]["cached_tokens"] for t in told]
             assert cached[0] == 0 < cached[1] < told[1]["usage"]["prompt_tokens"]
