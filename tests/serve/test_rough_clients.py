@@ -34,18 +34,6 @@ def http(server: Running) -> Iterator[httpx.Client]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model without a chat template."""
-    from slipstream.testing.tiny import save_tiny, tiny_tokenizer
-
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    folder = save_tiny(tmp_path_factory.mktemp("bare") / "target", kind="qwen2", seed=1, tokenizer=tokenizer)
-    with slipstream.load(str(folder), max_rows=2) as session, running(session) as made:
-        yield made
-
-
 def test_the_official_client_gets_one_model(server: Running) -> None:
     client = server.client()
     card = client.models.retrieve("tiny")

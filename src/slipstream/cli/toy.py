@@ -33,6 +33,6 @@ def or_toy(model: str) -> Iterator[str]:
 
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = _TEMPLATE
-    shape = {"kind": "qwen2", "seed": 1, "max_position_embeddings": 4096}
     with tempfile.TemporaryDirectory() as folder:
-        yield str(save_tiny(Path(folder) / TINY, tokenizer=tokenizer, **shape))
+        at = Path(folder) / TINY
+        yield str(save_tiny(at, tokenizer=tokenizer, kind="qwen2", seed=1, max_position_embeddings=4096))
