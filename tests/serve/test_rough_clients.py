@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from pydantic import ValidationError
 
 import slipstream
 from slipstream.cli.toy import or_toy
+from slipstream.serve import protocol
 from slipstream.serve.binding import Binding, listen
 from slipstream.serve.limits import Limits
 from slipstream.serve.metrics import Metrics
@@ -157,6 +160,25 @@ def test_the_toy_model_takes_tools_too() -> None:
         result = {"role": "tool", "tool_call_id": call.id, "content": "z"}
         asked["messages"] = [*CHAT, first.message.model_dump(), result]
         assert chats.create(**{**asked, "max_tokens": 2}).choices
+
+
+def test_a_connection_that_asks_nothing_is_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    for sent in ([], [head], [head[i : i + 1] for i in range(9)], [head + b"\r\n", head]):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+            for part in sent:
+                raw.sendall(part)
+                time.sleep(0.1)
+            said = b""
+            while got := raw.recv(4096):
+                said += got
+            assert said.startswith(b"HTTP/1.1 200") == (len(sent) == 2)
+    with httpx.Client(base_url=server.url, timeout=60) as http:  # a long answer and a pause are none of that
+        for _ in range(2):
+            answer = http.post("/v1/completions", json={**LONG, "max_tokens": 900})
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 900
+            time.sleep(0.6)
 
 
 def test_a_server_that_was_told_to_stop_still_says_so(folder: Path) -> None:
