@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 import slipstream
+from slipstream.serve import protocol
 from slipstream.serve.binding import Binding, listen
 from slipstream.serve.limits import Limits
 from slipstream.serve.metrics import Metrics
@@ -30,18 +33,6 @@ JSON = {"Content-Type": "application/json"}
 @pytest.fixture
 def http(server: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model without a chat template."""
-    from slipstream.testing.tiny import save_tiny, tiny_tokenizer
-
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    folder = save_tiny(tmp_path_factory.mktemp("bare") / "target", kind="qwen2", seed=1, tokenizer=tokenizer)
-    with slipstream.load(str(folder), max_rows=2) as session, running(session) as made:
         yield made
 
 
@@ -168,6 +159,27 @@ def test_the_tiny_model_takes_tools_too() -> None:
         result = {"role": "tool", "tool_call_id": call.id, "content": "z"}
         asked["messages"] = [*CHAT, first.message.model_dump(), result]
         assert chats.create(**{**asked, "max_tokens": 2}).choices
+
+
+def test_a_connection_that_asks_nothing_is_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    for sent in ([], [head], [head[i : i + 1] for i in range(9)], [head + b"\r\n", head]):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+            said = b""
+            for part in sent:
+                raw.sendall(part)
+                if part.endswith(b"\r\n\r\n"):
+                    said = raw.recv(4096)
+                time.sleep(0.05)
+            while got := raw.recv(4096):
+                said += got
+            assert said.startswith(b"HTTP/1.1 200") == (len(sent) == 2)
+    with httpx.Client(base_url=server.url, timeout=60) as http:  # a long answer and a pause are none of that
+        for _ in range(2):
+            answer = http.post("/v1/completions", json={**LONG, "max_tokens": 900})
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 900
+            time.sleep(0.6)
 
 
 def test_a_server_that_was_told_to_stop_still_says_so(folder: Path) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from slipstream.serve.app import create_app
 from slipstream.serve.binding import LOOPBACK, Binding
 from slipstream.serve.guard import Guard
+from slipstream.serve.protocol import BoundedHead
 from slipstream.serve.service import Service
 
 
@@ -51,6 +52,7 @@ class Server(uvicorn.Server):
                 guarded(service, binding),
                 host=binding.host,
                 port=binding.port,
+                http=BoundedHead,
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -88,6 +88,7 @@ async function answer(drafter, made, live) {
     scroll();
   }
   const rate = timings?.predicted_per_second ?? 0;
+  if (live) at("rate").textContent = rate.toFixed(1); // the server's figure, which no network delays
   made.foot.textContent = `${made.tokens.length} tokens, ${rate.toFixed(1)} tokens/s, ${made.counts.tau.toFixed(2)} a pass`;
   return rate;
 }
