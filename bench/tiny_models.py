@@ -58,9 +58,12 @@ LEFT_OUT = {
     "encodings",
 }
 END = "<|end|>"
-# The models only continue text, so a chat is the text of its messages.
+# The models only continue text, so a chat is the text of its messages, tools and calls included.
 TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}"
+    '{% if tools %}{{ tools | tojson }}\n<tool_call>{"name": …}</tool_call>\n{% endif %}'
+    "{% for message in messages %}{{ message['content'] or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
 MOST_BYTES = 8_000_000

@@ -17,6 +17,7 @@ import pytest
 from slipstream.cli.main import main
 from slipstream.cli.serve import drafter_specs
 from slipstream.errors import ParameterError
+from slipstream.serve.binding import claim, listen
 
 COMMAND = [sys.executable, "-m", "slipstream.cli.main", "serve"]
 
@@ -41,7 +42,10 @@ def test_drafters_have_labels_and_plain_decoding_is_always_there() -> None:
         (["tiny", "--controller", "nothing"], "unknown controller"),
         (["tiny", "--controller", "goodput:curve=no.json"], "no.json cannot be read"),
         (["tiny", "--controller", "goodput:max_dept=3"], "did you mean 'max_depth'"),
-        (["tiny", "--max-seconds", "0"], "limit seconds"),
+        (["tiny", "--max-seconds", "0"], "limit seconds must be above 0"),
+        (["tiny", "--grace", "inf"], "--grace"),
+        (["tiny", "--cache-memory", "inf"], "--cache-memory"),
+        (["tiny", "--served-model-name", ""], "--served-model-name"),
         (["tiny", "--metrics-prefix", "a b"], "prefix"),
         (["tiny", "--tool-form", "odd"], "unknown tool call form"),
         (["tiny", "--host", "203.0.113.1"], "cannot listen on 203.0.113.1:8000"),
@@ -55,6 +59,13 @@ def test_a_mistake_is_one_line_and_status_2(
     told = capsys.readouterr()
     assert left.value.code == 2 and says in told.err and told.out == ""
     assert len(told.err.strip().splitlines()) == 1
+
+
+def test_of_two_servers_started_together_the_slower_is_told() -> None:
+    with listen("127.0.0.1", 0) as first, listen("127.0.0.1", first.getsockname()[1]) as second:
+        claim(first)
+        with pytest.raises(ParameterError, match=r"cannot listen on 127\.0\.0\.1:\d+"):
+            claim(second)
 
 
 def test_it_starts_answers_and_ends_within_its_grace(tmp_path: Path) -> None:
@@ -73,7 +84,8 @@ def test_it_starts_answers_and_ends_within_its_grace(tmp_path: Path) -> None:
             assert set(http.get("/v1/models").json()["data"][0]["speculative"]["drafters"]) == {
                 "ngram", "suffix", "none"
             }  # fmt: skip
-            asked = {"prompt": "a prompt that is longer than a chunk " * 60, "max_tokens": 2, "temperature": 0}
+            long = "a prompt that is longer than a chunk " * 60
+            asked = {"prompt": long, "max_tokens": 2, "temperature": 0}
             told = [http.post("/v1/completions", json=asked).json() for _ in range(2)]
             cached = [t["usage"]["prompt_tokens_details"]["cached_tokens"] for t in told]
             assert cached[0] == 0 < cached[1] < told[1]["usage"]["prompt_tokens"]

@@ -22,7 +22,7 @@ from slipstream.serve.metrics import Metrics
 from slipstream.serve.server import Server
 from slipstream.serve.service import Options, Service
 from slipstream.serve.worker import Worker
-from slipstream.testing.tiny import save_tiny
+from slipstream.testing.tiny import save_tiny, tiny_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -113,6 +113,16 @@ def server(folder: Path, draft_folder: Path) -> Iterator[Running]:
         small["twin"] = f"draft_model:model={folder}"  # always right where the target is greedy
         with running(loaded, small) as made:
             yield made
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model without a chat template."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    folder = save_tiny(tmp_path_factory.mktemp("bare") / "target", kind="qwen2", seed=1, tokenizer=tokenizer)
+    with slipstream.load(str(folder), max_rows=2) as session, running(session) as made:
+        yield made
 
 
 @pytest.fixture

@@ -118,6 +118,22 @@ def test_escape_stops_and_a_long_chat_goes_on(page: Page, server: Running) -> No
     expect(page.locator("article")).to_have_count(2)
 
 
+def test_without_a_chat_template_it_goes_on_from_the_text(page: Page, bare: Running) -> None:
+    prompts: list[str] = []
+    page.on("request", lambda r: prompts.append(r.post_data_json["prompt"]) if r.method == "POST" else None)
+    page.goto(bare.url)
+    expect(page.locator("#prompt")).to_have_attribute("placeholder", re.compile("Text to go on from"))
+    ask(page, "abab ", tokens=12)
+    page.locator(".answer .text").focus()
+    page.keyboard.press("End")
+    expect(page.locator("#inspector")).to_contain_text(re.compile(r"probability [\d.]+ %"))
+    expect(page.locator("#inspector tr")).to_have_count(5)
+    ask(page, "ba", tokens=3)
+    assert prompts[0] == "abab " and prompts[1].startswith("abab ") and prompts[1].endswith("ba")
+    assert len(prompts[1]) > len("abab ba")
+    expect(page.locator("#alert")).to_be_hidden()
+
+
 def test_dark_and_light(browser: Browser, server: Running) -> None:
     backs = []
     for scheme in ("dark", "light"):

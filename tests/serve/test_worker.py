@@ -255,6 +255,30 @@ def test_a_listener_that_raises_harms_nobody_else(session: Session, make_worker:
     assert idle.is_set()
 
 
+def test_a_fault_of_the_worker_itself_leaves_nobody_waiting(
+    session: Session, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_worker()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such label")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.metrics, "emitted", broken)
+        clients = [Client(worker, "abc", LONG) for _ in range(3)]
+        for client in clients:
+            while not isinstance(message := client.next(), Failed):
+                pass
+            assert message.error.status == 500
+        patched.setattr(worker.metrics, "finished", broken)
+        client = Client(worker, "abc", LONG)
+        while not isinstance(client.next(), Failed):
+            pass
+    again = Client(worker, "abc", SamplingParams(max_tokens=5))
+    again.wait_for(Done)
+    assert worker.alive and held(session) == 0
+
+
 def test_traces_tell_the_tree_of_every_step(make_worker: MakeWorker) -> None:
     client = Client(make_worker(), "abababab", SamplingParams(max_tokens=24), traced=True)
     client.wait_for(Done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -139,11 +140,15 @@ def serve(
         raise ParameterError(f"threads must be at least 1, not {threads}")
     if context is not None and context < 2:
         raise ParameterError(f"context must be at least 2 tokens, not {context}")
-    if cache_memory is not None and not cache_memory > 0:
+    if cache_memory is not None and not 0 < cache_memory < math.inf:
         raise ParameterError(f"--cache-memory must be above 0 GiB, not {cache_memory}")
+    if not math.isfinite(grace):
+        raise ParameterError(f"--grace must be a number of seconds, not {grace}")
+    if not all(served_model_name or ["-"]):
+        raise ParameterError("--served-model-name must not be empty")
     if any(not key.strip() for key in api_key or ()):
         raise ParameterError("--api-key must not be empty")
-    from slipstream.serve.binding import LOOPBACK, Binding, listen
+    from slipstream.serve.binding import LOOPBACK, Binding, claim, listen
     from slipstream.serve.limits import Limits
     from slipstream.serve.metrics import Metrics
     from slipstream.serve.tools import find_form
@@ -178,6 +183,7 @@ def serve(
         tokens = limit_cache(session, None if cache_memory is None else int(cache_memory * (1 << 30)))
         session.engine.limit_prefixes(tokens if prefix_cache else 0)
         service = Service(session, worker, limits, Options(names, tool_form, log_prompts))
+        claim(listening)
         at = listening.getsockname()
         shown = f"[{at[0]}]" if ":" in at[0] else at[0]
         typer.echo(

@@ -16,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from slipstream.serve.errors import ApiError, failed
 from slipstream.serve.replies import (
+    Card,
     ChatReply,
     CompletionReply,
     ErrorReply,
@@ -80,6 +81,11 @@ def create_app(service: Service, *, grace: float = 10.0) -> FastAPI:
     async def models() -> Models:
         return Models(data=service.cards())
 
+    @app.get("/v1/models/{model:path}", responses=_ERRORS)
+    async def model(model: str) -> Card:
+        service.check_model(model)
+        return next(card for card in service.cards() if card.id == model)
+
     @app.post("/tokenize", responses=_ERRORS)
     async def tokenize(body: TokenizeRequest) -> Tokens:
         service.check_model(body.model)
@@ -97,6 +103,8 @@ def create_app(service: Service, *, grace: float = 10.0) -> FastAPI:
         service.check_tokens(body.tokens)
         return Text(prompt=await service.encode(service.prompts.decode, body.tokens))
 
+    # Load balancers and container runtimes ask with HEAD.
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=_ERRORS)
     async def health() -> Status:
         """The engine's thread is there."""
@@ -104,6 +112,7 @@ def create_app(service: Service, *, grace: float = 10.0) -> FastAPI:
             raise ApiError(503, "the engine has stopped", code="stopped")
         return Status(status="ok")
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=_ERRORS)
     async def ready() -> Status:
         """New requests are taken."""
@@ -120,6 +129,7 @@ def create_app(service: Service, *, grace: float = 10.0) -> FastAPI:
     async def version() -> Version:
         return Version(version=__version__)
 
+    @app.head("/", response_model=None, include_in_schema=False)
     @app.get("/", response_model=None, include_in_schema=False)
     async def page() -> Response:
         return FileResponse(WEB / "index.html", headers=_PAGE_HEADERS)
@@ -143,6 +153,11 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         told = describe(error.errors())
+        if error.body is not None and not isinstance(error.body, dict) and not _says_json(request):
+            told = ApiError(
+                400, "send the body as JSON, with the header Content-Type: application/json",
+                code="unsupported_content_type",
+            )  # fmt: skip
         return JSONResponse(told.body(), told.status)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -153,7 +168,8 @@ def _add_errors(app: FastAPI) -> None:
     async def anything(request: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
         told = failed()
-        return JSONResponse(told.body(), told.status)
+        # The connection is closed after this; a client that is told opens another for its next request.
+        return JSONResponse(told.body(), told.status, {"Connection": "close"})
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         ApiError: api,
@@ -165,24 +181,34 @@ def _add_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, handler)
 
 
+def _says_json(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or kind.startswith("application/") and kind.endswith("+json")
+
+
 def describe(errors: Any) -> ApiError:
     """The first of pydantic's findings, in words that do not repeat what was sent."""
     first = errors[0]
     # A union reports each member's objection; the one that went deepest knows most.
     deepest = max(errors, key=lambda e: len(e["loc"])) if len(errors) > 1 else first
-    where = ".".join(str(part) for part in deepest["loc"] if part not in ("body", *_MEMBERS))
+    where = ".".join(str(part)[:80] for part in deepest["loc"] if part not in ("body", *_MEMBERS))
+    name = where.partition(".")[0]
+    if len(errors) > 1 and name in _SHAPES and all(name in error["loc"] for error in errors):
+        return ApiError(400, f"{name} must be {_SHAPES[name]}", param=name, code="invalid_value")
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     if deepest["type"] == "extra_forbidden":
         return ApiError(400, f"{where} is not supported", param=where, code="unsupported_parameter")
     if deepest["type"] == "missing":
-        name = where or "a JSON body"
-        return ApiError(400, f"{name} is missing", param=where or None, code="missing_parameter")
+        what = where or "a JSON body"
+        return ApiError(400, f"{what} is missing", param=where or None, code="missing_parameter")
     message = str(deepest["msg"])
     text = f"{where or 'the body'}: {message[:1].lower()}{message[1:]}"
     return ApiError(400, text, param=where or None, code="invalid_value")
 
 
+# A union's members each object in their own way, which tells nobody what would be right.
+_SHAPES = {"prompt": "text, token ids (whole numbers from 0), or a list of texts or of lists of token ids"}
 _MEMBERS = (
     "str",
     "list[str]",

@@ -32,8 +32,20 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind((host.strip("[]"), port))
     except (OSError, OverflowError) as error:
         made.close()
-        raise ParameterError(
-            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}; choose another"
-            " --host or --port"
-        ) from error
+        raise _refused(host, port, error) from error
     return made
+
+
+def claim(bound: socket.socket) -> None:
+    """Queue connections from now on; ParameterError if a server that was started together with this one, and
+    so could bind the same address, was faster."""
+    try:
+        bound.listen()
+    except OSError as error:
+        host, port = bound.getsockname()[:2]
+        raise _refused(host, port, error) from error
+
+
+def _refused(host: str, port: int, error: Exception) -> ParameterError:
+    why = getattr(error, "strerror", None) or error
+    return ParameterError(f"cannot listen on {host}:{port}: {why}; choose another --host or --port")

@@ -25,9 +25,20 @@ class Prompts:
         self._limits = limits
         template = getattr(tokenizer, "chat_template", None)
         self._template = template if isinstance(template, str) else json.dumps(template or "")
+        self.chats = bool(template)
         self.form: Form | None = find_form(self._template, form)
         called = inspect.signature(tokenizer.apply_chat_template).parameters
         self._taken = {name for name in called if name != "kwargs"} | {"messages", "tools"}
+
+    def need_template(self) -> None:
+        """ApiError, naming what works instead, where there is none."""
+        if not self.chats:
+            raise ApiError(
+                400,
+                "this model has no chat template: send plain text to /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
 
     def text(self, prompt: Prompt, param: str = "prompt", **options: Any) -> list[int]:
         """Token ids; raises ApiError for what cannot be encoded."""
@@ -47,6 +58,7 @@ class Prompts:
         tools: Sequence[Tool] = (),
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
+        self.need_template()
         read = [self._message(m, i) for i, m in enumerate(messages)]
         more: dict[str, Any] = dict(options or {})
         if tools:

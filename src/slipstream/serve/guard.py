@@ -60,7 +60,7 @@ class Guard:
     def _check_host(self, headers: Headers) -> None:
         if not self._loopback_only:
             return
-        host = headers.get("host", "")
+        host = headers.get("host", "").lower()
         name = host if host.endswith("]") or host == "::1" else host.rsplit(":", 1)[0]
         if name not in LOOPBACK:
             raise ApiError(421, "this server answers to localhost only", code="wrong_host")

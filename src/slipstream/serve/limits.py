@@ -37,4 +37,5 @@ class Limits:
             low = 0 if name in ("waiting", "top_logprobs", "bias", "tools", "speculative_tokens") else 1
             value = getattr(self, name)
             if not (value > 0 if name == "seconds" else value >= low):
-                raise ParameterError(f"the limit {name} must be at least {low}, not {value}")
+                bound = "above 0" if name == "seconds" else f"at least {low}"
+                raise ParameterError(f"the limit {name} must be {bound}, not {value}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 Finish = Literal["stop", "length", "tool_calls"]
 
@@ -184,6 +184,7 @@ class Card(BaseModel):
     created: int
     owned_by: str = "slipstream"
     max_model_len: int
+    chat: bool = Field(description="Whether the checkpoint has a chat template; completions always work.")
     speculative: dict[str, Any]
 
 

@@ -42,6 +42,8 @@ def read_params(
     if body.logit_bias is not None:
         values["logit_bias"] = _bias(body.logit_bias, limits)
     values["logprobs"] = _logprobs(body, limits)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     _at_most("n", body.n or 1, limits.n, "answers")
     try:
         return defaults.with_(**values)
@@ -52,9 +54,17 @@ def read_params(
 
 def read_format(given: ResponseFormat | None, limits: Limits) -> GrammarSpec | None:
     """What the answer must look like, if anything."""
-    if given is None or given.type == "text":
+    if given is None:
         return None
     name = f"response_format.{given.type}"
+    for other in ("json_schema", "regex", "grammar"):
+        if other != given.type and getattr(given, other) is not None:
+            raise ApiError(
+                400, f"response_format.{other} does not go with the type {given.type}",
+                param="response_format",
+            )  # fmt: skip
+    if given.type == "text":
+        return None
     if given.type == "json_object":
         return GrammarSpec("json_schema", '{"type": "object"}')
     if given.type == "json_schema":
@@ -64,7 +74,11 @@ def read_format(given: ResponseFormat | None, limits: Limits) -> GrammarSpec | N
     source = given.regex if given.type == "regex" else given.grammar
     if not source:
         raise ApiError(400, f"{name} is missing", param="response_format")
-    if len(source.encode()) > limits.schema_bytes:
+    try:
+        size = len(source.encode())
+    except UnicodeEncodeError as error:  # an unpaired surrogate
+        raise ApiError(400, f"{name} holds text that is not Unicode", param="response_format") from error
+    if size > limits.schema_bytes:
         raise _beyond("response_format", f"is larger than {limits.schema_bytes} bytes")
     return GrammarSpec("regex" if given.type == "regex" else "lark", source)
 

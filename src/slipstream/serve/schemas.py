@@ -6,19 +6,43 @@ the value that asks for nothing, and a few say who asks; they change nothing.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+T = TypeVar("T")
+# Its first fault is enough: a body of 4 MB has room for millions, and each costs a kilobyte to describe.
+List = Annotated[list[T], Field(fail_fast=True)]
+_MANY = 64  # more than any object here has fields
+_ENTRIES = 1 << 14
+
+
+def _few(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > _ENTRIES:
+        raise PydanticCustomError("too_many", "it has more than {most} entries", {"most": _ENTRIES})
+    return given
+
+
+Few = BeforeValidator(_few)  # of an object with any keys, whose entries would all be looked at
 
 
 class Strict(BaseModel):
     """JSON types as they are: no "1" for 1, no fields beyond those declared."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_is_enough(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or len(given) <= _MANY:
+            return given
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in given if name not in names)
+        return {name: given[name] for name in (*names, unknown) if name in given}
 
 
 class StreamOptions(Strict):
@@ -67,9 +91,9 @@ class Sampling(Strict):
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Number] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    logit_bias: Annotated[dict[str, Number], Few] | None = None
+    stop: str | List[str] | None = None
+    stop_token_ids: List[TokenId] | None = None
     min_tokens: Whole | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
@@ -80,7 +104,7 @@ class Sampling(Strict):
     speculative: Speculative | None = None
     # Says who asks.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Few] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # Only with the value that asks for nothing.
@@ -108,9 +132,9 @@ class Message(Strict):
     """One message. Fields that OpenAI's own answers carry may be sent back as they came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | List[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -140,19 +164,19 @@ class ToolChoice(Strict):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[List[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
-    tools: list[Tool] | None = None
+    tools: List[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: List[Literal["text"]] | None = None
 
 
 class CompletionRequest(Sampling):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | List[str] | List[TokenId] | List[List[TokenId]]
     logprobs: Whole | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
@@ -164,10 +188,10 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[List[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: List[TokenId]

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from slipstream.serve.app import create_app
 from slipstream.serve.binding import LOOPBACK, Binding
 from slipstream.serve.guard import Guard
+from slipstream.serve.protocol import BoundedHead
 from slipstream.serve.service import Service
 
 
@@ -45,11 +46,13 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, binding: Binding) -> None:
         self.service = service
         self.binding = binding
+        self._told = False
         super().__init__(
             uvicorn.Config(
                 guarded(service, binding),
                 host=binding.host,
                 port=binding.port,
+                http=BoundedHead,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -61,11 +64,17 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        again = self.should_exit
+        again, self._told = self._told, True
         self.service.worker.begin_shutdown(0.0 if again else self.binding.grace)
         if again:
             self.force_exit = sig == signal.SIGINT
-        self.should_exit = True
+            self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """It listens while something still runs, so that whoever comes is told 503 and not refused."""
+        if self._told and not self.service.worker.alive:
+            self.should_exit = True
+        return await super().on_tick(counter)
 
 
 class JsonLines(logging.Formatter):

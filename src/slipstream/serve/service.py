@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -84,7 +84,13 @@ class Service:
             "max_num_speculative_tokens": self.limits.speculative_tokens,
         }
         return [
-            Card(id=name, created=self._created, max_model_len=self.context, speculative=about)
+            Card(
+                id=name,
+                created=self._created,
+                max_model_len=self.context,
+                chat=self.prompts.chats,
+                speculative=about,
+            )
             for name in self.options.names
         ]
 
@@ -97,10 +103,12 @@ class Service:
                 code="model_not_found",
             )
 
-    def check_tokens(self, tokens: Sequence[int]) -> None:
+    def check_tokens(self, tokens: Iterable[int], param: str = "tokens") -> None:
         bad = next((t for t in tokens if t >= self._vocab_size), None)
         if bad is not None:
-            raise ApiError(400, f"token {bad} is outside the vocabulary", param="tokens")
+            raise ApiError(
+                400, f"{param}: token {bad} is outside the vocabulary of {self._vocab_size}", param=param
+            )
 
     async def encode(self, work: Callable[..., T], *args: Any) -> T:
         """Run tokenizer work on its own thread."""
@@ -110,10 +118,11 @@ class Service:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         self.check_model(body.model)
+        self.prompts.need_template()
         tools = self.prompts.offered(body)
         form = self.prompts.form
         forced = forced_call(form, tools, body) if tools and form is not None else None
-        params = await self._with_grammar(body, read_params(body, self._defaults, self.limits), forced)
+        params = await self._with_grammar(body, self._params(body), forced)
         ids = await self.encode(self.prompts.chat, body)
         reader = None
         if tools and form is not None:
@@ -125,7 +134,7 @@ class Service:
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         self.check_model(body.model)
-        params = await self._with_grammar(body, read_params(body, self._defaults, self.limits))
+        params = await self._with_grammar(body, self._params(body))
         if body.best_of is not None and body.best_of != params.n:
             raise ApiError(400, "best_of is not supported other than n", param="best_of")
         if body.echo and body.logprobs is not None:
@@ -142,6 +151,12 @@ class Service:
         jobs = [self._job(body, ids, params) for ids in encoded]
         writer = CompletionWriter(*self._shared(params), echo=echo, **self._told(body, jobs))
         return await self._respond(request, body, jobs, writer)
+
+    def _params(self, body: ChatRequest | CompletionRequest) -> SamplingParams:
+        params = read_params(body, self._defaults, self.limits)
+        self.check_tokens(params.logit_bias, "logit_bias")
+        self.check_tokens(params.stop_token_ids, "stop_token_ids")
+        return params
 
     async def _with_grammar(
         self, body: Sampling, params: SamplingParams, forced: GrammarSpec | None = None

@@ -207,24 +207,38 @@ class Worker:
     # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        going = True
+        while going:
+            try:
+                going = self._turn()
+            except Exception:  # of this class, not of a request: nobody may wait for ever for that
+                log.exception("the worker stumbled")
+                for ticket in list(self._tickets):
+                    try:
+                        self._end(ticket, Failed(failed()))
+                    except Exception:
+                        log.exception("a request could not be ended in order")
+
+    def _turn(self) -> bool:
+        """What has arrived, who has gone, one step; False when there will be nothing more to do."""
+        with self._condition:
+            while not (self._inbox or self._tickets or self._closing):
+                self._condition.wait()
+            arrived = list(self._inbox)
+            self._inbox.clear()
+            self._tickets += arrived
+        for ticket in arrived:
+            self._begin(ticket)
+        self._drop_the_late_and_the_gone()
+        if self._closing and not self._tickets:
             with self._condition:
-                while not (self._inbox or self._tickets or self._closing):
-                    self._condition.wait()
-                arrived = list(self._inbox)
-                self._inbox.clear()
-            for ticket in arrived:
-                self._begin(ticket)
-            self._drop_the_late_and_the_gone()
-            if self._closing and not self._tickets:
-                with self._condition:
-                    if not self._inbox:
-                        break
-            if self._engine.has_work:
-                self._step()
+                if not self._inbox:
+                    return False
+        if self._engine.has_work:
+            self._step()
+        return True
 
     def _begin(self, ticket: Ticket) -> None:
-        self._tickets.append(ticket)
         if ticket.left:
             return  # dropped with the others that are gone
         job = ticket.job
@@ -307,13 +321,15 @@ class Worker:
             self._live -= ticket.job.params.n
         why = _ENDS.get(message.error.status, "error") if isinstance(message, Failed) else None
         opened = ticket.answers[0].route.opened if ticket.answers else None
-        self.metrics.finished(
-            [why or a.row.finish_reason or "error" for a in ticket.answers],
-            self._clock() - ticket.arrived,
-            None if opened is None else opened - ticket.arrived,
-        )
-        self.metrics.holds(self._engine)
-        ticket.tell(message)
+        try:
+            self.metrics.finished(
+                [why or a.row.finish_reason or "error" for a in ticket.answers],
+                self._clock() - ticket.arrived,
+                None if opened is None else opened - ticket.arrived,
+            )
+            self.metrics.holds(self._engine)
+        finally:
+            ticket.tell(message)
 
 
 def _controller(router: Router, given: Controller | str | None) -> Controller:

@@ -28,9 +28,9 @@ export async function model(key) {
   return (await (await ask("/v1/models", { headers: headers(key) })).json()).data[0];
 }
 
-// Yields the parsed chunks of a streamed chat.
-export async function* chat(body, key, signal) {
-  const response = await ask("/v1/chat/completions", {
+// Yields the parsed chunks of a streamed answer.
+export async function* chunks(path, body, key, signal) {
+  const response = await ask(path, {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers(key) },
     body: JSON.stringify({ ...body, stream: true }),
@@ -55,8 +55,26 @@ export async function* chat(body, key, signal) {
       const data = event.slice(6);
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new ServerError(chunk.error.message, 0);
+      if (chunk.error) throw new ServerError(chunk.error.message, 500);
       yield chunk;
     }
   }
+}
+
+// A chat; with a model that has no chat template, text that goes on from all that was said.
+export async function* talk(card, { messages, logprobs, top_logprobs, ...body }, key, signal) {
+  if (card.chat) {
+    yield* chunks("/v1/chat/completions", { messages, logprobs, top_logprobs, ...body }, key, signal);
+    return;
+  }
+  const prompt = messages.map((message) => message.content).join("");
+  for await (const chunk of chunks("/v1/completions", { prompt, logprobs: top_logprobs, ...body }, key, signal)) {
+    for (const choice of chunk.choices) if (choice.logprobs) choice.logprobs = asInChats(choice.logprobs);
+    yield chunk;
+  }
+}
+
+function asInChats({ tokens, token_logprobs, top_logprobs }) {
+  const top = (i) => Object.entries(top_logprobs?.[i] ?? {}).map(([token, logprob]) => ({ token, logprob }));
+  return { content: tokens.map((token, i) => ({ token, logprob: token_logprobs[i], top_logprobs: top(i) })) };
 }

@@ -1,6 +1,6 @@
 // The page: a chat that shows where every token came from.
 
-import { chat, model, ServerError } from "./api.js";
+import { model, ServerError, talk } from "./api.js";
 import { about, Answer, element } from "./draw.js";
 
 const at = (id) => document.getElementById(id);
@@ -40,6 +40,7 @@ async function connect() {
     ...Object.keys(drafters).map((name) => element("option", { value: name, selected: name === chosen }, name)),
   );
   at("length").max = most;
+  at("prompt").placeholder = `${card.chat ? "Message" : "Text to go on from"} (Enter sends, Shift+Enter starts a line)`;
   return true;
 }
 
@@ -80,20 +81,22 @@ function scroll() {
 // Streams one answer into its place; gives the server's closing facts.
 async function answer(drafter, made, live) {
   let timings = null;
-  for await (const chunk of chat(body(drafter), at("key").value, running.signal)) {
+  for await (const chunk of talk(card, body(drafter), at("key").value, running.signal)) {
     if (chunk.choices[0]) made.add(chunk.choices[0]);
     timings = chunk.timings ?? timings;
     if (live) show(made);
     scroll();
   }
   const rate = timings?.predicted_per_second ?? 0;
+  if (live) at("rate").textContent = rate.toFixed(1); // the server's figure, which no network delays
   made.foot.textContent = `${made.tokens.length} tokens, ${rate.toFixed(1)} tokens/s, ${made.counts.tau.toFixed(2)} a pass`;
   return rate;
 }
 
 async function send(event) {
   event.preventDefault();
-  const text = at("prompt").value.trim();
+  const typed = at("prompt").value;
+  const text = !card || card.chat ? typed.trim() : typed; // a text goes on from its last space or line, too
   if (!text || running || (!card && !(await connect()))) return;
   tell("");
   at("hint")?.remove();
