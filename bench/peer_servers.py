@@ -36,6 +36,7 @@ from peer_processes import vllm_variables
 from peer_settings import LLAMACPP, VLLM
 from serve_common import answers, wait_until
 from slipstream.cli.output import TerminalProgress
+from slipstream.deploy.program import find_program
 from slipstream.errors import SlipstreamError
 from slipstream.model.load import resolve
 
@@ -74,7 +75,8 @@ def free_port() -> int:
 
 
 def vllm(args: argparse.Namespace, port: int) -> tuple[list[str], dict[str, str]]:
-    command = [str(prepare("vllm")), "-m", "vllm.entrypoints.cli.main", "serve", str(resolve(args.model))]
+    program = find_program(str(prepare("vllm").parent / "vllm"))
+    command = [*program.words, str(resolve(args.model))]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", args.model]
     command += ["--dtype", "bfloat16", "--max-model-len", str(args.context), "--max-num-seqs", str(args.rows)]
     command += [] if args.prefix_cache else ["--no-enable-prefix-caching"]

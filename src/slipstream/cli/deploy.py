@@ -64,18 +64,22 @@ def deploy(
     from slipstream.cli.output import print_json
     from slipstream.deploy.check import check
     from slipstream.deploy.process import Server
+    from slipstream.deploy.program import find_program
     from slipstream.export.config import settings
+    from slipstream.export.engines import NEWEST
     from slipstream.export.manifest import manifest as write_manifest
     from slipstream.model.store import write_atomic
 
-    named = f"vllm=={version or _installed(executable)}" if version or plan is None else None
+    program = find_program(executable)
+    version = version or (None if plan is not None else program.version or NEWEST["vllm"])
+    named = None if version is None else f"vllm=={version}"
     wanted = plan_of(named, plan, target, drafter, model, tokens, per_batch, off_above, tp, draft_tp, set_)
     made = settings(wanted)
     if manifest is not None:
         write_atomic(manifest, write_manifest(made))
         typer.echo(f"{manifest}: kubectl apply -f {manifest}")
         return
-    command = [executable, *made.command[1:]]
+    command = [*program.words, *made.command[2:]]
     signal.signal(signal.SIGTERM, _stop)
     with Server(command, wanted.host, wanted.port, log) as server:
         typer.echo(f"starting {made.plan.engine} on {server.url}; its output is in {log}", err=True)
@@ -106,24 +110,3 @@ def _measured(tau: float | None, positions: tuple[float, ...]) -> str:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise typer.Exit(128 + number)
-
-
-def _installed(executable: str) -> str:
-    """The version that the program says, else the newest that was read."""
-    import re
-    import shutil
-    import subprocess
-
-    from slipstream.export.engines import NEWEST
-
-    program = shutil.which(executable)
-    if program is None:
-        return NEWEST["vllm"]
-    try:
-        done = subprocess.run(
-            [program, "--version"], capture_output=True, text=True, timeout=120, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return NEWEST["vllm"]
-    found = re.findall(r"\d+\.\d+\.\d+", done.stdout)
-    return found[-1] if found else NEWEST["vllm"]
