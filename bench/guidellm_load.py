@@ -6,7 +6,8 @@
 GuideLLM comes from PyPI into an environment of its own (bench/environments.py), asks for the prompts of
 --prompts as streamed chats, greedy, and writes its own report, as JSON and HTML, into --out. Without --url a
 server is started, and every level is run on it twice: with the drafter, and plain (`speculative.drafter:
-none` in each request). Any other server of OpenAI's kind can be given with --url too, then once, as it is.
+none` in each request). All levels ask the same prompts, so give a drafter that remembers no answers (ngram,
+suffix:remember=false). Any other server of OpenAI's kind can be given with --url too, then once, as it is.
 """
 
 from __future__ import annotations
@@ -15,25 +16,34 @@ import argparse
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from common import DRAFT, PROMPTS, read_prompts
+from common import DRAFT, PROMPTS, machine, read_prompts, versions
 from environments import prepare
 from serve_common import Served, find_model, serve
 from slipstream.errors import ModelError, SlipstreamError
 from slipstream.model.load import resolve
+from slipstream.model.store import write_atomic
 
 OUT = Path("bench/out/guidellm")
+PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 def command(
-    python: Path, served: Served, tokenizer: Path, data: Path, report: Path, args: argparse.Namespace
+    python: Path,
+    served: Served,
+    tokenizer: Path,
+    data: Path,
+    report: Path,
+    level: int,
+    args: argparse.Namespace,
 ) -> list[str]:
-    """GuideLLM's words for one report."""
+    """GuideLLM's words for one report, at one concurrency: --override takes no numbers of requests."""
     body: dict[str, Any] = {"temperature": 0.0}
-    if report.stem == "plain":
+    if report.name.startswith(PLAIN):
         body["speculative"] = {"drafter": "none"}
     backend = {
         "kind": "openai_http",
@@ -42,7 +52,6 @@ def command(
         "request_format": "/v1/chat/completions",
         "extras": {"body": body},
     }
-    levels = [int(level) for level in args.concurrency.split(",")]
     mapper = {"kind": "generative_column_mapper"}
     mapper |= {
         "column_mappings": {"text_column": "prompt", "output_tokens_count_column": "output_tokens_count"}
@@ -51,16 +60,44 @@ def command(
         "--backend",
         json.dumps(backend),
         "--profile",
-        json.dumps({"kind": "concurrent", "streams": levels}),
+        json.dumps({"kind": "concurrent", "streams": [level]}),
     ]
     words += ["--data", json.dumps({"kind": "json_file", "path": str(data)})]
     words += ["--data-column-mapper", json.dumps(mapper)]
     words += ["--tokenizer", json.dumps({"kind": "huggingface_auto", "model": str(tokenizer)})]
-    words += ["--constraint", json.dumps({"kind": "max_requests", "count": args.requests})]
-    words += ["--override", "constraint[0].count", ",".join(str(args.requests * level) for level in levels)]
+    words += ["--constraint", json.dumps({"kind": "max_requests", "count": args.requests * level})]
     for kind in ("json", "html"):
         words += ["--output", json.dumps({"kind": kind, "path": str(report.with_suffix(f".{kind}"))})]
     return [str(python.parent / "guidellm"), "run", *words, "--disable-console-interactive"]
+
+
+def facts(report: Path) -> dict[str, float]:
+    """Of GuideLLM's report: requests that failed, tokens/s of all clients together, medians in ms."""
+    (one,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
+    measured = one["metrics"]
+    good = {name: value["successful"] for name, value in measured.items() if name.endswith(("_ms", "_count"))}
+    return {
+        "failed": measured["request_totals"]["errored"] + measured["request_totals"]["incomplete"],
+        "rate": good["output_token_count"]["total_sum"] / one["duration"],
+        "first": good["time_to_first_token_ms"]["median"],
+        "each": good["inter_token_latency_ms"]["median"],
+    }
+
+
+def table(out: Path, reports: Sequence[str], levels: Sequence[int]) -> list[str]:
+    lines = [
+        "| concurrency | setting | tokens/s | against plain | first p50, ms | a token p50, ms | failed |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for level in levels:
+        found = {name: facts(out / f"{name}-{level}.json") for name in reports}
+        for name, one in found.items():
+            ratio = f"{one['rate'] / found[PLAIN]['rate']:.2f}" if PLAIN in found else "-"
+            lines.append(
+                f"| {level} | {name} | {one['rate']:.1f} | {ratio} | {one['first']:.0f} | {one['each']:.1f} |"
+                f" {one['failed']:.0f} |"
+            )
+    return lines
 
 
 def main() -> None:
@@ -89,14 +126,20 @@ def main() -> None:
             else:
                 most = max(args.concurrency.split(","), key=int)
                 options = ["--drafter", args.drafter, "--max-rows", most, "--threads", str(args.threads)]
+                options += ["--no-prefix-cache"]  # levels ask the same prompts: nothing may be known already
                 served = stack.enter_context(serve(args.model, *options, log=out / "server.log"))
-                reports = ["speculative", "plain"]
-            for name in reports:
-                words = command(python, served, tokenizer, data, out / name, args)
-                if subprocess.call(words, env={**os.environ, "HF_HUB_OFFLINE": "1"}):
-                    raise ModelError("GuideLLM ended with an error, see above")
+                reports = [SPECULATIVE, PLAIN]
+            levels = [int(level) for level in args.concurrency.split(",")]
+            for level in levels:
+                for name in reports:
+                    words = command(python, served, tokenizer, data, out / f"{name}-{level}", level, args)
+                    if subprocess.call(words, env={**os.environ, "HF_HUB_OFFLINE": "1"}):
+                        raise ModelError("GuideLLM ended with an error, see above")
     except SlipstreamError as error:
         parser.exit(2, f"error: {error}\n")
+    lines = [f"{machine(args.threads)}; {versions()}", "", *table(out, reports, levels)]
+    print("\n".join(lines))
+    write_atomic(out / "table.md", "\n".join(lines) + "\n")
     print(f"reports of {', '.join(reports)} in {out}")
 
 

@@ -1,8 +1,9 @@
 """Load on a server: tokens/s and latencies at several concurrencies, with and without speculation.
 
 Both settings are asked of one server by turns (a request chooses its drafter), and other servers by turns
-with them, so a machine that drifts hurts all alike. One process of each must fit into memory. Takes about a
-quarter of an hour for two settings of a 0.5B model on two cores.
+with them, so a machine that drifts hurts all alike. Later levels ask the same prompts with a number behind
+them: give a drafter that remembers no answers (ngram, suffix:remember=false). One process of each must fit
+into memory. Takes about a quarter of an hour for two settings of a 0.5B model on two cores.
 
     python bench/serve_load.py --model qwen2.5-coder-0.5b --drafter ngram
     python bench/serve_load.py --url http://127.0.0.1:8000 --peer vllm=http://127.0.0.1:9000
