@@ -24,12 +24,12 @@ from typing import Any
 from common import DRAFT, PROMPTS, machine, read_prompts, versions
 from environments import prepare
 from serve_common import Served, find_model, serve
+from serve_load import PLAIN, SPECULATIVE
 from slipstream.errors import ModelError, SlipstreamError
 from slipstream.model.load import resolve
 from slipstream.model.store import write_atomic
 
 OUT = Path("bench/out/guidellm")
-PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 def command(

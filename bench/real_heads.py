@@ -12,11 +12,10 @@ heads are put into models/heads, where `--drafter medusa` and `eagle` find them.
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 
 from common import TARGET
-from tiny_models import slip
+from tiny_models import folder_bytes, ship, slip
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "bench" / "out" / "heads"
@@ -24,7 +23,6 @@ HEADS = ROOT / "models" / "heads"
 STAGES = ("data", "states", "medusa", "eagle", "ship")
 # So that the heads together stay below 80 MB in bfloat16.
 DRAFT_VOCAB, MLP = 4608, 1536
-LEFT_BEHIND = shutil.ignore_patterns("checkpoints", "tensorboard", "*.partial")
 
 
 def answers(work: Path, model: str, prompts: int, tokens: int) -> None:
@@ -56,13 +54,10 @@ def train(work: Path, model: str, kind: str, epochs: float) -> None:
     )  # fmt: skip
 
 
-def ship(work: Path, model: str) -> None:
+def place(work: Path, model: str) -> None:
     for kind in ("medusa", "eagle"):
-        home = HEADS / model / kind
-        shutil.rmtree(home, ignore_errors=True)
-        shutil.copytree(work / kind, home, ignore=LEFT_BEHIND)
-    size = sum(p.stat().st_size for p in (HEADS / model).rglob("*") if p.is_file())
-    print(f"{size / 1e6:.1f} MB in {HEADS / model}")
+        ship(work / kind, HEADS / model / kind)
+    print(f"{folder_bytes(HEADS / model) / 1e6:.1f} MB in {HEADS / model}")
 
 
 def main() -> None:
@@ -81,7 +76,7 @@ def main() -> None:
         "states": lambda: states(work, args.model),
         "medusa": lambda: train(work, args.model, "medusa", args.epochs),
         "eagle": lambda: train(work, args.model, "eagle", args.epochs),
-        "ship": lambda: ship(work, args.model),
+        "ship": lambda: place(work, args.model),
     }
     for stage in STAGES[: STAGES.index(args.until) + 1]:
         todo[stage]()

@@ -212,11 +212,15 @@ def slip(*arguments: object) -> None:
             raise
 
 
-def ship(name: str, made: Path) -> None:
+def ship(made: Path, home: Path) -> None:
     """Copy a drafter without its checkpoints and curves."""
-    shutil.rmtree(HOUSE / name, ignore_errors=True)
+    shutil.rmtree(home, ignore_errors=True)
     skip = shutil.ignore_patterns("checkpoints", "tensorboard", "curve.*", "*.partial")
-    shutil.copytree(made, HOUSE / name, ignore=skip)
+    shutil.copytree(made, home, ignore=skip)
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
 def speak(folder: Path) -> None:
@@ -315,7 +319,7 @@ def main() -> None:
     target, base = WORK / "target", WORK / "draft-base"
     read("tiny", target, tokenizer, scale.target, data, scale, scale.target_steps, seed=1)
     read("tiny-draft", base, tokenizer, scale.draft, data, scale, scale.draft_steps, seed=2)
-    ship("target", target)
+    ship(target, HOUSE / "target")
 
     asked = WORK / "prompts.jsonl"
     asked.write_text("".join(json.dumps(p) + "\n" for p in prompts(tokenizer, train, scale.prompts, seed=3)))
@@ -343,11 +347,11 @@ def main() -> None:
         "--steps", scale.distil_steps, "--lr", 1e-3,
     )  # fmt: skip
     for name in ("medusa", "eagle", "draft"):
-        ship(name, WORK / name)
+        ship(WORK / name, HOUSE / name)
     for name in ("target", "draft"):
         speak(HOUSE / name)
     found = measure(tokenizer, held_out, scale, base)
-    size = sum(p.stat().st_size for p in HOUSE.rglob("*") if p.is_file())
+    size = folder_bytes(HOUSE)
     report = {"measured": found, "bytes": size}
     (HOUSE / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     for name, row in found.items():

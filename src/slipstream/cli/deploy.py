@@ -70,8 +70,8 @@ def deploy(
     from slipstream.export.manifest import manifest as write_manifest
     from slipstream.model.store import write_atomic
 
-    program = find_program(executable)
-    version = version or (None if plan is not None else program.version or NEWEST["vllm"])
+    if version is None and plan is None:
+        version = find_program(executable).version or NEWEST["vllm"]
     named = None if version is None else f"vllm=={version}"
     wanted = plan_of(named, plan, target, drafter, model, tokens, per_batch, off_above, tp, draft_tp, set_)
     made = settings(wanted)
@@ -79,7 +79,7 @@ def deploy(
         write_atomic(manifest, write_manifest(made))
         typer.echo(f"{manifest}: kubectl apply -f {manifest}")
         return
-    command = [*program.words, *made.command[2:]]
+    command = [*find_program(executable).words, *made.command[2:]]
     signal.signal(signal.SIGTERM, _stop)
     with Server(command, wanted.host, wanted.port, log) as server:
         typer.echo(f"starting {made.plan.engine} on {server.url}; its output is in {log}", err=True)

