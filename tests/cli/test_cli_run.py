@@ -602,10 +602,15 @@ class Terminal:
         shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return shown
 
-    def turn(self, line: str) -> str:
-        """The answer to a line."""
+    def say(self, line: str) -> None:
+        """Types a line once asked for one: before, readline hasn't the terminal yet, and it'd echo twice."""
+        self.until(">>> ")
         self.type(f"{line}\n")
         self.until(re.escape(line) + "\n")
+
+    def turn(self, line: str) -> str:
+        """The answer to a line."""
+        self.say(line)
         return self.until(r"\n[^\n]*\[\d+ tokens?, [^\n]*\n").rpartition("\n")[0].rpartition("\n")[0]
 
 
@@ -625,17 +630,16 @@ def shown(text: str) -> str:
 def test_a_chat_keeps_its_history_until_it_is_reset(models):
     terminal = Terminal(models, "--max-tokens", "12", "--colour", "never")
     try:
-        terminal.until(">>> ")
         first = terminal.turn("hello")
         assert first == shown((one := reference(models, chat("hello"), "long", max_tokens=12)).text)
         second = terminal.turn("again")
         assert second == shown(
             reference(models, chat("hello", one.text, "again"), "long", max_tokens=12).text
         )
-        terminal.type("/reset\n")
+        terminal.say("/reset")
         terminal.until("forgotten")
         assert terminal.turn("hello") == first
-        terminal.type("/nonsense\n")
+        terminal.say("/nonsense")
         terminal.until("There is no /nonsense")
         # An end typed before the prompt is there would be lost when readline takes the terminal over.
         terminal.until(">>> ")
