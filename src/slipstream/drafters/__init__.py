@@ -21,7 +21,7 @@ from slipstream.core.draft import Drafter
 from slipstream.core.spec import make_config, parse_spec
 from slipstream.drafters._config_source import config_without_import
 from slipstream.drafters.base import MemoryEstimate, TargetInfo, TargetShape
-from slipstream.errors import DrafterError
+from slipstream.errors import DrafterError, ParameterError
 
 __all__ = [
     "TargetInfo",
@@ -159,6 +159,9 @@ def build_drafter(spec: str | Drafter, target: TargetInfo) -> Drafter:
     """From `name:key=value,…`; a drafter that is built already is taken as it is."""
     if isinstance(spec, Drafter):
         return spec
+    if not isinstance(spec, str):
+        what = f"the class {spec.__name__}: make one of it" if isinstance(spec, type) else type(spec).__name__
+        raise ParameterError(f"a drafter is a name with options or a built Drafter, not {what}")
     found, config = configure(spec)
     return found(config, target)  # type: ignore[call-arg]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from slipstream.control import Controller
+from slipstream.core.ask import shut_down
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import Event, FinishReason, TokenLogprob
@@ -129,17 +130,22 @@ class Session:
         told = self._streams[row.id] = deque()
         try:
             while told or not row.finished:
+                if not told:
+                    try:
+                        self._step()
+                    except Exception:  # what this stream was given in that step comes first
+                        while told:
+                            yield told.popleft()
+                        raise
                 if told:
                     yield told.popleft()
-                else:
-                    self._step()
         finally:
             del self._streams[row.id]
             self.cancel([row])
 
     def _step(self) -> None:
         """One step; open streams get what is theirs, whoever asked for the step."""
-        for event in self.engine.step():
+        for event in self.engine.turn():
             if event.seq_id in self._streams:
                 self._streams[event.seq_id].append(event)
 
@@ -202,11 +208,12 @@ class Session:
 
     def close(self) -> None:
         """Free models, caches and drafters."""
-        for drafter in self._built:
-            if drafter is not self.engine.drafter:
-                drafter.shutdown()
+        others = [drafter for drafter in self._built if drafter is not self.engine.drafter]
         self._built.clear()
-        self.engine.close()
+        try:
+            shut_down(others)
+        finally:
+            self.engine.close()
 
     def __enter__(self) -> Session:
         return self
