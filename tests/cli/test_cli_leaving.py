@@ -1,4 +1,4 @@
-"""How the process leaves when its output cannot be written, or Ctrl-C comes early: a line at most, never a traceback."""
+"""How the process leaves without output, or when Ctrl-C comes early: a line at most, never a traceback."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 import threading
 import zlib
 from array import array
@@ -57,7 +58,7 @@ class SuffixStore:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_depth = max_depth
-        self.path = Path(path).expanduser() if path else None
+        self.path = _expanded(path) if path else None
         self._vocabulary = vocabulary
         self._max_requests = max_requests
         self._max_tokens = max_tokens
@@ -67,8 +68,7 @@ class SuffixStore:
         self._tokens = 0
         self._unsaved = 0
         if self.path is not None:
-            self._make_folder()
-            for text in _read(self.path, vocab_size, vocabulary) if self.path.exists() else ():
+            for text in _read(self.path, vocab_size, vocabulary) if self._check_place() else ():
                 self._add(text)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -115,18 +115,22 @@ class SuffixStore:
                 raise self._unwritable(error) from error
             self._unsaved = 0
 
-    def _make_folder(self) -> None:
-        """Before anything is generated, so that a wrong path is found at once."""
+    def _check_place(self) -> bool:
+        """Whether there is a file. A place where none can be is found before anything is generated."""
         assert self.path is not None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+            there = self.path.exists()
+            if there and not self.path.is_file():  # reading a device or a pipe may never end
+                raise DrafterError(f"the suffix store {self.path} is not a file; give another store=FILE")
+            with tempfile.TemporaryFile(dir=self.path.parent):
+                pass
+        except (OSError, ValueError) as error:
             raise self._unwritable(error) from error
-        if not os.access(self.path.parent, os.W_OK):
-            raise self._unwritable(PermissionError(13, "Permission denied"))
+        return there
 
-    def _unwritable(self, error: OSError) -> DrafterError:
-        why = error.strerror or error
+    def _unwritable(self, error: OSError | ValueError) -> DrafterError:
+        why = getattr(error, "strerror", None) or error
         return DrafterError(
             f"the suffix store {self.path} cannot be written ({why}); give another store=FILE, or none"
         )
@@ -149,6 +153,15 @@ class SuffixStore:
     @property
     def memory_bytes(self) -> int:
         return self._tree.memory_bytes + self._tokens * TOKEN_BYTES
+
+
+def _expanded(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~somebody who is not known here
+        raise DrafterError(
+            f"the suffix store {path} has no place ({error}); write the folder's name"
+        ) from None
 
 
 def _write(texts: Iterable[array[int]], vocab_size: int, vocabulary: str) -> bytes:
@@ -188,7 +201,7 @@ def _read(path: Path, vocab_size: int, vocabulary: str) -> list[array[int]]:
         tokens = _little(tokens)
         if sum(lengths) != len(tokens):
             raise ValueError("its lengths do not add up")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DrafterError(f"the suffix store {path} is damaged ({error}); {mend}") from None
     if of != (vocab_size, vocabulary):
         raise DrafterError(
