@@ -159,9 +159,7 @@ def _expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # ~somebody who is not known here
-        raise DrafterError(
-            f"the suffix store {path} has no place ({error}); write the folder's name"
-        ) from None
+        raise DrafterError(f"the suffix store {path} has no place ({error}); name its folder") from None
 
 
 def _write(texts: Iterable[array[int]], vocab_size: int, vocabulary: str) -> bytes:
