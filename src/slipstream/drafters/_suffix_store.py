@@ -22,6 +22,7 @@ from typing import Any
 
 import filelock
 
+from slipstream.core import jsontext
 from slipstream.drafters._suffix_guess import Guess, Limits, best_guess
 from slipstream.drafters._suffix_tree import TOKEN_BYTES, SuffixTree
 from slipstream.errors import DrafterError
@@ -189,7 +190,7 @@ def _read(path: Path, vocab_size: int, vocabulary: str) -> list[array[int]]:
         raise DrafterError(f"{path} is not a suffix store of this version; {mend}")
     try:
         line, _, body = raw[len(MAGIC) :].partition(b"\n")
-        header = json.loads(line)
+        header = jsontext.parse(line)
         of = (header["vocab_size"], header["vocabulary"])
         lengths = [int(n) for n in header["lengths"]]
         if zlib.crc32(body) != header["crc32"] or any(n < 0 for n in lengths):
@@ -199,7 +200,7 @@ def _read(path: Path, vocab_size: int, vocabulary: str) -> list[array[int]]:
         tokens = _little(tokens)
         if sum(lengths) != len(tokens):
             raise ValueError("its lengths do not add up")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DrafterError(f"the suffix store {path} is damaged ({error}); {mend}") from None
     if of != (vocab_size, vocabulary):
         raise DrafterError(

@@ -6,13 +6,13 @@ of each tensor, then the data. So a cut file is found from its first bytes and i
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import ModelError
 from slipstream.model.store import read_json, reading_errors
 
@@ -146,7 +146,7 @@ def read_header(path: Path) -> dict[str, Any]:
                 raise ModelError(f"{damaged} (no header): delete it and fetch it again")
             raw = file.read(size)
     try:
-        header = json.loads(raw)
+        header = jsontext.parse(raw)
         header.pop("__metadata__", None)
         end = 0
         for tensor in header.values():
