@@ -10,7 +10,7 @@ import pytest
 
 import slipstream
 from slipstream import SamplingParams, Session
-from slipstream.errors import DrafterError, ParameterError
+from slipstream.errors import DrafterError, ModelError, ParameterError
 from slipstream.testing.tiny import save_tiny
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -116,6 +116,18 @@ def test_the_checkpoints_own_generation_config_is_the_default(tmp_path: Path) ->
         assert session.engine.eos_ids == {257, 65}
         ended = session.generate("q", session.defaults.with_(seed=1, logit_bias={65: 1e4}, max_tokens=9))
         assert ended.tokens == (65,) and ended.finish_reason == "stop" and ended.text == ""
+
+
+def test_an_impossible_generation_config_is_named_with_its_file(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "model", kind="llama", seed=4)
+    for values, message in (
+        ({"do_sample": True, "top_p": 1.5}, "top_p must be in"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty must be"),
+        ({"top_k": "many"}, "top_k must be a whole number"),
+    ):
+        (path / "generation_config.json").write_text(json.dumps(values))
+        with pytest.raises(ModelError, match=rf"{path}/generation_config\.json: {message}"):
+            slipstream.load(path)
 
 
 def test_bad_words_are_never_said(session: Session) -> None:

@@ -426,9 +426,15 @@ def test_end_tokens(generation, config, tokenizer, eos):
 def test_generation_values_are_read_and_checked():
     got = generation_defaults({"temperature": 0.7, "top_k": 20, "top_p": 1, "do_sample": True}, {}, None)
     assert (got.temperature, got.top_k, got.top_p, got.do_sample, got.min_p) == (0.7, 20, 1.0, True, None)
-    for bad in ({"eos_token_id": "</s>"}, {"temperature": "hot"}, {"top_k": 1.5}):
-        with pytest.raises(ModelError, match=r"mend generation_config\.json"):
-            generation_defaults(bad, {}, None)
+    for bad in ({"eos_token_id": "</s>"}, {"temperature": "hot"}, {"top_k": 1.5}, {"min_p": 10**400}):
+        key, *_ = bad
+        with pytest.raises(
+            ModelError, match=rf"^/here/generation_config\.json: {key} must be .*mend it there"
+        ):
+            generation_defaults(bad, {}, None, Path("/here"))
+    for bad in ({"eos_token_id": "</s>"}, {"text_config": {"eos_token_id": 1.5}}, {"bos_token_id": "<s>"}):
+        with pytest.raises(ModelError, match=r"^/here/config\.json: [be]os_token_id must be"):
+            generation_defaults({}, bad, None, Path("/here"))
 
 
 def test_sizes_read_well():

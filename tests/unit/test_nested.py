@@ -26,8 +26,8 @@ from slipstream.watch.history import read as read_history
 DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "prompts": (".jsonl", lambda path: list(read_rows(str(path)))),
-    "prompts in an array": (".json", lambda path: list(read_rows(str(path)))),
+    "prompts": (".jsonl", lambda path: read_rows([str(path)])),
+    "prompts in an array": (".json", lambda path: read_rows([str(path)])),
     "plan": (".json", read_plan),
     "measurement": (".json", read_bundle),
     "machine": (".json", lambda path: read_json_object(path, "a machine")),

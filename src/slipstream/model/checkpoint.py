@@ -14,6 +14,7 @@ from typing import Any
 
 from slipstream.core import jsontext
 from slipstream.errors import ModelError
+from slipstream.model.generation import GENERATION
 from slipstream.model.store import read_json, reading_errors
 
 _WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -74,7 +75,7 @@ def inspect(folder: Path) -> Checkpoint:
         )
         raise ModelError(f"{folder} has no config.json, so it is not a model folder: {hint}")
     config = read_json(folder / "config.json")
-    generation = read_json(folder / "generation_config.json") if "generation_config.json" in names else {}
+    generation = read_json(folder / GENERATION) if GENERATION in names else {}
     if not isinstance(config.get("model_type"), str):
         raise ModelError(
             f"{folder / 'config.json'} names no model_type: fetch the file again from where it came"

@@ -192,7 +192,7 @@ def load(
         model=model,
         tokenizer=tokenizer,
         generation_config=generation_defaults(
-            checkpoint.generation, checkpoint.config, tokenizer.eos_token_id
+            checkpoint.generation, checkpoint.config, tokenizer.eos_token_id, path
         ),
         name=_name(spec, path),
         path=path,
