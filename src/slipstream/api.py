@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from slipstream.control import Controller
+from slipstream.control import Controller, build_controller
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.precision import check_precision
-from slipstream.drafters import TargetInfo, build_drafter, configure
+from slipstream.drafters import TargetInfo, build_drafter, check_drafter_spec, configure
 from slipstream.engine.engine import Engine
 from slipstream.engine.session import Session
 from slipstream.errors import ModelError, ParameterError
@@ -53,10 +53,25 @@ def load(
     (sampled chains: more tokens, the same law) or "typical", which changes the output and therefore needs
     lossy=True; what it gives is marked `lossy`.
     """
-    check_rule(rule, lossy)  # before anything large is read
+    # Before anything large is read.
+    for name, value, none in (
+        ("max_rows", max_rows, False),
+        ("context", context, True),
+        ("prefix_tokens", prefix_tokens, False),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) and not (none and value is None):
+            raise ParameterError(f"{name} must be a whole number{' or None' * none}, not {value!r}")
+    if not isinstance(dtype, str):
+        raise ParameterError(f"dtype must be auto, bfloat16, float16 or float32, not {dtype!r}")
+    if not isinstance(device, (str, torch.device)):
+        raise ParameterError(f"device must be cpu, cuda or cuda:N, not {device!r}")
+    check_rule(rule, lossy)
     check_precision(weights, embedding)
+    check_drafter_spec(drafter)
     if isinstance(drafter, str):
         configure(drafter)
+    if not isinstance(controller, Controller):
+        build_controller(controller, 0)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     if isinstance(model, (str, os.PathLike)):
         model = load_model(

@@ -27,6 +27,7 @@ __all__ = [
     "TargetInfo",
     "TargetShape",
     "build_drafter",
+    "check_drafter_spec",
     "check_spec",
     "configure",
     "find_drafter",
@@ -155,13 +156,19 @@ def _checked(found: Any, name: str) -> type[Drafter]:
     return found
 
 
+def check_drafter_spec(spec: object) -> None:
+    """ParameterError for what is neither the name of a drafter nor one that is built."""
+    if isinstance(spec, (str, Drafter)):
+        return
+    what = f"the class {spec.__name__}: make one of it" if isinstance(spec, type) else type(spec).__name__
+    raise ParameterError(f"a drafter is a name with options or a built Drafter, not {what}")
+
+
 def build_drafter(spec: str | Drafter, target: TargetInfo) -> Drafter:
     """From `name:key=value,…`; a drafter that is built already is taken as it is."""
+    check_drafter_spec(spec)
     if isinstance(spec, Drafter):
         return spec
-    if not isinstance(spec, str):
-        what = f"the class {spec.__name__}: make one of it" if isinstance(spec, type) else type(spec).__name__
-        raise ParameterError(f"a drafter is a name with options or a built Drafter, not {what}")
     found, config = configure(spec)
     return found(config, target)  # type: ignore[call-arg]
 

@@ -165,6 +165,13 @@ class Session:
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.defaults] * count
+        odd: object = params
+        if isinstance(params, (list, tuple)):
+            odd = next((one for one in params if not isinstance(one, SamplingParams)), None)
+        if odd is not None:
+            raise ParameterError(
+                f"params must be SamplingParams, or a list with one for each prompt, not {type(odd).__name__}"
+            )
         if len(params) != count:
             raise ParameterError(
                 f"{count} prompts need {count} parameters (or one for all), not {len(params)}"
