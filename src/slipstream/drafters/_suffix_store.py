@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import zlib
 from array import array
@@ -26,6 +25,7 @@ from slipstream.core import jsontext
 from slipstream.drafters._suffix_guess import Guess, Limits, best_guess
 from slipstream.drafters._suffix_tree import TOKEN_BYTES, SuffixTree
 from slipstream.errors import DrafterError
+from slipstream.model.store import try_writing
 
 MAGIC = b"slipstream suffix store 1\n"
 SAVE_EVERY = 64  # texts; a process that is killed forgets at most so many
@@ -120,12 +120,10 @@ class SuffixStore:
         """Whether there is a file. A place where none can be is found before anything is generated."""
         assert self.path is not None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             there = self.path.exists()
             if there and not self.path.is_file():  # reading a device or a pipe may never end
                 raise DrafterError(f"the suffix store {self.path} is not a file; give another store=FILE")
-            with tempfile.TemporaryFile(dir=self.path.parent):
-                pass
+            try_writing(self.path.parent)
         except (OSError, ValueError) as error:
             raise self._unwritable(error) from error
         return there

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,6 +96,13 @@ def reading_errors(where: Path | str) -> Iterator[None]:
         raise ModelError(
             f"{name} cannot be used ({reason}): {fix}, or set SLIPSTREAM_CACHE elsewhere"
         ) from error
+
+
+def try_writing(folder: Path) -> None:
+    """Makes the folder, and a file in it that is gone again. OSError where that cannot be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def free_bytes(at: Path) -> int:
