@@ -41,7 +41,7 @@ class Tuned:
 
 
 def check_place() -> None:
-    """Raise CapacityError or ModelError where nothing can be kept: told before a search that takes minutes."""
+    """Raise CapacityError or ModelError where nothing can be kept, before a search that takes minutes."""
     with reading_errors(_folder()):
         try_writing(_folder())
 
