@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import slipstream
@@ -237,6 +238,15 @@ def test_a_prompt_of_the_wrong_type_is_refused(session: Session, prompt: object,
     with pytest.raises(ParameterError, match=message):
         session.generate(prompt, SamplingParams(max_tokens=2))
     assert not session.engine.has_work
+
+
+def test_whole_numbers_of_numpy_are_token_ids(session: Session) -> None:
+    params, ids = SamplingParams(max_tokens=5), np.array([97, 98, 97, 98])
+    want = session.generate([97, 98, 97, 98], params).tokens
+    assert session.generate(list(ids), params).tokens == want
+    row = session.engine.find(session.engine.add(list(ids), params))
+    list(session.engine.run())
+    assert row is not None and tuple(row.output) == want and {*map(type, row.tokens)} == {int}
 
 
 def test_what_is_submitted_or_added_of_the_wrong_type_is_refused(session: Session) -> None:

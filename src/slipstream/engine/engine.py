@@ -126,7 +126,7 @@ class Engine:
         seed = params.seed if seed is None else seed
         sequence = Sequence(
             id=self._next_id,
-            prompt=tuple(prompt),
+            prompt=tuple(map(int, prompt)),
             params=params,
             seed=secrets.randbits(63) if seed is None else seed,
             eos_ids=self.eos_ids,
