@@ -21,7 +21,7 @@ from slipstream.engine.engine import Engine
 from slipstream.errors import DrafterError, ParameterError
 from slipstream.model.load import load as load_model
 from slipstream.model.runner import Runner
-from slipstream.testing.adversaries import FunctionDrafter, nothing, random_chain
+from slipstream.testing.adversaries import FunctionDrafter, nothing, random_chain, wrong_root
 from slipstream.testing.oracle import Request, plain_decode, run_all
 from slipstream.testing.tiny import save_tiny, tiny_model
 
@@ -234,6 +234,27 @@ def test_a_stream_gets_its_tokens_before_the_error(folder: Path) -> None:
         assert tuple(got) == want[:4]
         assert (*others, *(t for e in other for t in e.tokens)) == want
         assert not session.engine.has_work
+
+
+def test_an_error_of_one_stream_ends_that_stream_alone(folder: Path) -> None:
+    """Whoever asked for the step: the other stream learns of it when it is asked for more."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+
+    def draft(request: DraftRequest) -> Draft:
+        late = len(request.tokens) > 5 and request.tokens[0] == ord("x")
+        return wrong_root(request) if late else nothing(request)
+
+    with slipstream.load(folder) as session:
+        want, whole = (session.generate(text, params).tokens for text in ("abc", "xyz"))
+        session.use(FunctionDrafter(draft))
+        one, other = session.stream("abc", params), session.stream("xyz", params)
+        got, others = [*next(one).tokens], [*next(other).tokens]
+        assert (*got, *(t for e in one for t in e.tokens)) == want
+        with pytest.raises(DrafterError, match="rooted its draft"):
+            for event in other:
+                others += event.tokens
+        assert tuple(others) == whole[:3]
+        assert not session.engine.has_work and len(session.engine.runner.cache) == 0
 
 
 def test_a_drafter_that_cannot_shut_down_leaves_no_engine_open(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
@@ -367,7 +367,7 @@ class Engine:
         while self.has_work:
             yield from self.turn()
 
-    def abandon(self, only: Items[int] | None = None) -> None:
+    def abandon(self, only: Collection[int] | None = None) -> None:
         """Forget every request, or these, wherever they are; who still holds one sees it cancelled."""
         for sequence in list(self._scheduler):
             if only is None or sequence.id in only:

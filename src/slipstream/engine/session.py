@@ -22,7 +22,7 @@ from slipstream.drafters import build_drafter
 from slipstream.drafters.base import TargetInfo
 from slipstream.engine.engine import Engine
 from slipstream.engine.inputs import Prompt, encode, is_single
-from slipstream.errors import ParameterError
+from slipstream.errors import ParameterError, SlipstreamError
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Session:
         self.info = info
         self.defaults = defaults
         self._built: list[Drafter] = [engine.drafter]
-        self._streams: dict[int, deque[Event]] = {}  # what open streams have not given yet, by sequence
+        # What open streams have not given yet, by sequence.
+        self._streams: dict[int, deque[Event | Exception]] = {}
 
     # -- drafters -------------------------------------------------------------------------------
 
@@ -132,22 +133,32 @@ class Session:
             while told or not row.finished:
                 if not told:
                     try:
-                        self._step()
-                    except Exception:  # what this stream was given in that step comes first
-                        while told:
-                            yield told.popleft()
-                        raise
+                        self._step(row.id)
+                    except Exception as error:  # what this stream was given in that step comes first
+                        told.append(error)
                 if told:
-                    yield told.popleft()
+                    item = told.popleft()
+                    if isinstance(item, Exception):
+                        raise item
+                    yield item
         finally:
             del self._streams[row.id]
             self.cancel([row])
 
-    def _step(self) -> None:
-        """One step; open streams get what is theirs, whoever asked for the step."""
-        for event in self.engine.turn():
-            if event.seq_id in self._streams:
-                self._streams[event.seq_id].append(event)
+    def _step(self, mine: int | None = None) -> None:
+        """One step; open streams get what is theirs, whoever asked for the step (stream `mine`, or none). An
+        error of other streams alone ends these, and waits for them."""
+        try:
+            for event in self.engine.turn():
+                if event.seq_id in self._streams:
+                    self._streams[event.seq_id].append(event)
+        except SlipstreamError as error:
+            theirs = error.seq_ids or frozenset()
+            if not theirs or mine in theirs or not theirs <= self._streams.keys():
+                raise
+            self.engine.abandon(theirs)
+            for seq_id in theirs:
+                self._streams[seq_id].append(error)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, **template: Any) -> list[Row]:
         """Queue one prompt and give its n live sequences, for callers that drive `engine.step` themselves."""
