@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import sys
 import threading
 import zlib
@@ -120,13 +121,16 @@ class SuffixStore:
         """Whether there is a file. A place where none can be is found before anything is generated."""
         assert self.path is not None
         try:
-            there = self.path.exists()
-            if there and not self.path.is_file():  # reading a device or a pipe may never end
+            try:
+                mode = self.path.stat().st_mode
+            except FileNotFoundError:
+                mode = None
+            if mode is not None and not stat.S_ISREG(mode):  # reading a device or a pipe may never end
                 raise DrafterError(f"the suffix store {self.path} is not a file; give another store=FILE")
             try_writing(self.path.parent)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
             raise self._unwritable(error) from error
-        return there
+        return mode is not None
 
     def _unwritable(self, error: OSError | ValueError) -> DrafterError:
         why = getattr(error, "strerror", None) or error
