@@ -122,7 +122,7 @@ class SuffixStore:
         assert self.path is not None
         try:
             try:
-                mode = self.path.stat().st_mode
+                mode: int | None = self.path.stat().st_mode
             except FileNotFoundError:
                 mode = None
             if mode is not None and not stat.S_ISREG(mode):  # reading a device or a pipe may never end
