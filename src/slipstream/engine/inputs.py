@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from operator import index
 from typing import Any, SupportsIndex, cast
 
@@ -19,7 +20,7 @@ def is_single(prompts: object) -> bool:
     if not isinstance(prompts, Sequence):
         raise ParameterError(f"a prompt is text, token ids or a chat, not {type(prompts).__name__}")
     return len(prompts) > 0 and all(
-        isinstance(p, (int, Mapping)) and not isinstance(p, bool) for p in prompts
+        isinstance(p, (int, Integral, Mapping)) and not isinstance(p, bool) for p in prompts
     )
 
 
