@@ -301,7 +301,6 @@ def test_layers_that_the_config_does_not_count_are_refused(tmp_path, kind):
 def test_tensors_that_a_model_has_no_use_for_are_left_alone(tmp_path):
     folder = save_tiny(tmp_path / "tiny", kind="llama", layers=2)
     tensors = load_file(folder / "model.safetensors")
-    some = torch.ones(2)
     for name in (
         "model.layers.0.self_attn.rotary_emb.inv_freq",
         "model.layers.9.self_attn.rotary_emb.inv_freq",
@@ -310,7 +309,7 @@ def test_tensors_that_a_model_has_no_use_for_are_left_alone(tmp_path):
         "model.mtp_layers.9.self_attn.q_proj.weight",
         "value_head.weight",
     ):
-        tensors[name] = some
+        tensors[name] = torch.ones(2)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert load.load(str(folder)).model.config.num_hidden_layers == 2
 
