@@ -17,7 +17,7 @@ LOGIC = {"core", "logits", "verify", "model", "drafters", "control", "cost", "he
 # A package may import itself, BASE, and these.
 ALLOWED = {
     "core": set(),
-    "prompts": set(),
+    "prompts": {"core"},
     "logits": {"core"},
     "verify": {"core", "logits"},
     "model": {"core"},

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from slipstream.control import Controller
+from slipstream.control import Controller, build_controller
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.precision import check_precision
-from slipstream.drafters import TargetInfo, build_drafter, configure
+from slipstream.drafters import TargetInfo, build_drafter, check_drafter_spec, configure
 from slipstream.engine.engine import Engine
 from slipstream.engine.session import Session
-from slipstream.errors import ParameterError
+from slipstream.errors import ModelError, ParameterError
 from slipstream.logits.grammar import Grammars
-from slipstream.model.generation import GenerationDefaults
+from slipstream.model.generation import GENERATION
 from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import LoadedModel
 from slipstream.model.load import load as load_model
@@ -53,10 +53,25 @@ def load(
     (sampled chains: more tokens, the same law) or "typical", which changes the output and therefore needs
     lossy=True; what it gives is marked `lossy`.
     """
-    check_rule(rule, lossy)  # before anything large is read
+    # Before anything large is read.
+    for name, value, none in (
+        ("max_rows", max_rows, False),
+        ("context", context, True),
+        ("prefix_tokens", prefix_tokens, False),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) and not (none and value is None):
+            raise ParameterError(f"{name} must be a whole number{' or None' * none}, not {value!r}")
+    if not isinstance(dtype, str):
+        raise ParameterError(f"dtype must be auto, bfloat16, float16 or float32, not {dtype!r}")
+    if not isinstance(device, (str, torch.device)):
+        raise ParameterError(f"device must be cpu, cuda or cuda:N, not {device!r}")
+    check_rule(rule, lossy)
     check_precision(weights, embedding)
+    check_drafter_spec(drafter)
     if isinstance(drafter, str):
         configure(drafter)
+    if not isinstance(controller, Controller):
+        build_controller(controller, 0)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": progress}
     if isinstance(model, (str, os.PathLike)):
         model = load_model(
@@ -67,6 +82,7 @@ def load(
     if "int8" in (weights, embedding) and (model.weights, model.embedding) != (weights, embedding):
         raise ParameterError("this model was loaded before, without int8 weights: load it with them")
     loaded = model
+    defaults = default_params(loaded)
     runner = Runner(loaded.model, pack=True)
     if loaded.weights == "int8":
         share_inputs(runner)
@@ -101,22 +117,24 @@ def load(
     except BaseException:
         runner.close()
         raise
-    return Session(engine, loaded.tokenizer, info, default_params(loaded.generation_config))
+    return Session(engine, loaded.tokenizer, info, defaults)
 
 
-def default_params(defaults: GenerationDefaults) -> SamplingParams:
+def default_params(model: LoadedModel) -> SamplingParams:
     """The checkpoint's own way of decoding, as its generation_config.json says.
 
-    A checkpoint that does not say `do_sample` is decoded greedily.
+    A checkpoint that does not say `do_sample` is decoded greedily. Raises ModelError for impossible values.
     """
+    said = model.generation_config
     values: dict[str, Any] = {}
-    if defaults.do_sample:
-        values["temperature"] = 1.0 if defaults.temperature is None else defaults.temperature
+    if said.do_sample:
+        values["temperature"] = 1.0 if said.temperature is None else said.temperature
         values |= {
-            name: value
-            for name in ("top_k", "top_p", "min_p")
-            if (value := getattr(defaults, name)) is not None
+            name: value for name in ("top_k", "top_p", "min_p") if (value := getattr(said, name)) is not None
         }
-    if defaults.repetition_penalty is not None:
-        values["repetition_penalty"] = defaults.repetition_penalty
-    return SamplingParams(**values)
+    if said.repetition_penalty is not None:
+        values["repetition_penalty"] = said.repetition_penalty
+    try:
+        return SamplingParams(**values)
+    except ParameterError as error:
+        raise ModelError(f"{model.path / GENERATION}: {error}: mend it there") from None

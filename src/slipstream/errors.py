@@ -13,20 +13,20 @@ from contextlib import contextmanager
 class SlipstreamError(Exception):
     """Base of all errors that the user can mend. The message is complete by itself.
 
-    seq_id: the one sequence of a step that met it, whose end lets the others go on; None where it is not
-    one sequence's own.
+    seq_ids: those sequences of a step that met it, whose end lets the others go on; None where it is not
+    their own.
     """
 
-    seq_id: int | None = None
+    seq_ids: frozenset[int] | None = None
 
 
 @contextmanager
-def met_by(seq_id: int) -> Iterator[None]:
-    """Marks errors that pass with the sequence whose own they are."""
+def met_by(*seq_ids: int) -> Iterator[None]:
+    """Marks errors that pass with the sequences whose own they are, unless that was told more closely."""
     try:
         yield
     except SlipstreamError as error:
-        error.seq_id = seq_id
+        error.seq_ids = error.seq_ids or frozenset(seq_ids)
         raise
 
 
@@ -39,7 +39,8 @@ class ModelError(SlipstreamError):
 
 
 class DrafterError(SlipstreamError):
-    """A drafter is unknown, misconfigured, does not fit the target, or broke its contract."""
+    """A drafter is unknown, misconfigured or does not fit the target; or it, or a controller, broke its
+    contract."""
 
 
 class CapacityError(SlipstreamError):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli import main
+from slipstream.cli import app, main
 from slipstream.model import load, memory
 from slipstream.model.hub import HubMiss
 from slipstream.testing.quantised import every_size, lacks_int8
@@ -246,8 +246,8 @@ def interrupted() -> None:
 
 
 def test_an_interrupt_exits_130(monkeypatch):
-    commands: dict[str, Callable[..., None]] = {"stop": interrupted, "pull": main.COMMANDS["pull"]}
-    monkeypatch.setattr(main, "COMMANDS", commands)
+    commands: dict[str, Callable[..., None]] = {"stop": interrupted, "pull": app.COMMANDS["pull"]}
+    monkeypatch.setattr(app, "COMMANDS", commands)
     got = run("stop")
     assert got.exit_code == 130 and got.stderr == "slipstream: interrupted\n"
 

@@ -217,7 +217,7 @@ def test_opening_closing_memory_and_shutdown_reach_all(bench: Any) -> None:
     whole.open(3, [1])
     whole.close(3)
     assert whole.memory_bytes == 300
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(DrafterError, match="'b' .*broken"):
         whole.shutdown()
     assert all(p.calls == ["open 3", "close 3", "shutdown"] for p in parts)
 

@@ -272,8 +272,41 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(DrafterError, match="cannot be written"):
         SuffixStore(24, path=tmp_path / "file" / "store")
-    with pytest.raises(DrafterError, match="cannot be read"):
+    with pytest.raises(DrafterError, match="is not a file; give another store=FILE"):
         SuffixStore(24, path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("/proc/store", "cannot be written"),
+        ("/proc/self/fdinfo/store", "cannot be written"),
+        ("/dev/null", "is not a file"),
+        ("/dev/zero", "is not a file"),
+        ("{folder}/pipe", "is not a file"),
+        ("{folder}/" + "x" * 300, "cannot be written"),
+        ("{folder}/nul\0", "cannot be written"),
+        ("~nobody-of-this-name/store", "has no place"),
+    ],
+)
+def test_a_place_where_no_file_can_be_is_refused_at_once(tmp_path: Path, place: str, why: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DrafterError, match=why):
+        SuffixStore(24, path=place.replace("{folder}", str(tmp_path)))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="everything is allowed to root")
+@pytest.mark.parametrize("mode", [0o000, 0o500, 0o400])
+def test_a_folder_without_rights_is_refused_at_once(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "closed").mkdir(mode=mode)
+    with pytest.raises(DrafterError, match="cannot be written .Permission denied"):
+        SuffixStore(24, path=tmp_path / "closed" / "store")
+    (tmp_path / "closed").chmod(0o700)
+
+
+def test_looking_at_a_place_leaves_nothing_in_it(tmp_path: Path) -> None:
+    SuffixStore(24, path=tmp_path / "store")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_ends_no_request_but_is_told_at_the_end(

@@ -136,6 +136,20 @@ def test_the_command_keeps_what_selfspec_then_uses(cache_folder: Path) -> None:
         assert session.generate("three", params).tokens == fast.tokens
 
 
+def test_a_cache_that_cannot_be_written_is_told_before_the_search(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny(cache_folder / "model", kind="qwen2", layers=1)
+    (cache_folder / "file").write_text("")
+    (cache_folder / "prompts.txt").write_text("one\n")
+    options = ["tune", "selfspec", "--model", str(model), "--prompts", str(cache_folder / "prompts.txt")]
+    for place in (cache_folder / "file", Path("/proc/none")):
+        monkeypatch.setenv("SLIPSTREAM_CACHE", str(place))
+        done = CliRunner().invoke(build_app(), options)
+        assert done.exit_code == 2 and f"error: {place}" in done.stderr
+        assert "cannot be used" in done.stderr and "answering" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

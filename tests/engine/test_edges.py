@@ -17,7 +17,7 @@ from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.draft_model import DraftModelConfig, ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.session import Session
-from slipstream.errors import CapacityError, ParameterError
+from slipstream.errors import CapacityError, DrafterError, ParameterError
 from slipstream.model.runner import Output, Runner
 from slipstream.testing.adversaries import FunctionDrafter, any_of, nothing, random_chain, right, right_until
 from slipstream.testing.oracle import Request, plain_decode, run_all
@@ -473,11 +473,12 @@ def test_an_error_of_a_drafter_surfaces_and_the_model_can_be_had_back(where: str
             engine.step()
         end()
 
-    with pytest.raises(RuntimeError, match=f"broken {where}"):
+    with pytest.raises(DrafterError, match=rf"\(Breaks\) failed in .*RuntimeError: broken {where}") as told:
         use(engine.close)
+    assert isinstance(told.value.__cause__, RuntimeError)
     try:
         engine.close()
-    except RuntimeError as error:
+    except DrafterError as error:
         assert where in ("close", "shutdown"), error
     assert model.config._attn_implementation == implementation and len(engine.runner.cache) == 0
     model(input_ids=torch.tensor([PROMPT]))
@@ -497,7 +498,7 @@ def test_an_error_of_a_drafter_costs_its_step_only() -> None:
     engine = make(FunctionDrafter(draft, 3))
     seq_id = engine.add(PROMPT, FREE, seed=SEED)
     row = engine.find(seq_id)
-    with pytest.raises(RuntimeError, match="once"):
+    with pytest.raises(DrafterError, match="once"):
         list(engine.run())
     list(engine.run())
     assert row is not None and row.output == list(expected())

@@ -113,7 +113,7 @@ def test_sampling_arguments_without_sampling_are_told() -> None:
         ({"do_sample": True, "temperature": 0.0}, "set do_sample=False"),
         ({"do_sample": True, "temperature": -1.0}, "temperature must be"),
         ({"do_sample": True, "top_p": 1.5}, "top_p must be"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 1e-06 to 1e+06"),
         ({"num_return_sequences": 2}, "set do_sample=True"),
         ({"bad_words_ids": [[]]}, "bad_words_ids"),
         ({"bad_words_ids": [[5, 100000]]}, "bad_words_ids names token 100000"),

@@ -19,7 +19,7 @@ from slipstream.engine import reading
 from slipstream.engine.engine import Engine
 from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.reading import BLOCK, PromptReader
-from slipstream.errors import ParameterError
+from slipstream.errors import DrafterError, ParameterError
 from slipstream.model.cache import Columns, SlotCache, cut
 from slipstream.model.cuts import cuts_agree
 from slipstream.model.packed import can_pack
@@ -403,7 +403,8 @@ def test_of_a_failed_step_what_was_committed_is_kept(where: str, monkeypatch: py
         else:
             forward = runner.forward
             patch.setattr(runner, "forward", lambda *a, **o: broken(forward(*a, **o)))
-        with pytest.raises(RuntimeError, match="broken"):
+        kind = DrafterError if where == "draft" else RuntimeError
+        with pytest.raises(kind, match="broken"):
             for _ in range(3):
                 engine.step()
     engine.abandon(ids)

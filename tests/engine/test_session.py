@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import slipstream
 from slipstream import SamplingParams, Session
-from slipstream.errors import DrafterError, ParameterError
+from slipstream.errors import DrafterError, ModelError, ParameterError
 from slipstream.testing.tiny import save_tiny
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -118,6 +120,18 @@ def test_the_checkpoints_own_generation_config_is_the_default(tmp_path: Path) ->
         assert ended.tokens == (65,) and ended.finish_reason == "stop" and ended.text == ""
 
 
+def test_an_impossible_generation_config_is_named_with_its_file(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "model", kind="llama", seed=4)
+    for values, message in (
+        ({"do_sample": True, "top_p": 1.5}, "top_p must be in"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty must be"),
+        ({"top_k": "many"}, "top_k must be a whole number"),
+    ):
+        (path / "generation_config.json").write_text(json.dumps(values))
+        with pytest.raises(ModelError, match=rf"{path}/generation_config\.json: {message}"):
+            slipstream.load(path)
+
+
 def test_bad_words_are_never_said(session: Session) -> None:
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=1)
     text = session.generate("abc", params).text
@@ -206,3 +220,73 @@ def test_a_model_is_a_name_or_a_path(folder: Path) -> None:
         assert loaded.generate("ab", SamplingParams(max_tokens=2)).tokens
     with pytest.raises(ParameterError, match="not int"):
         slipstream.load(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "a prompt is text, token ids or a chat, not NoneType"),
+        (7, "not int"),
+        ([None], "not NoneType"),
+        ([1.5, 2], "not float"),
+        ([[1, 2.5]], "prompt token 2.5 is float, not a whole number"),
+        ([["1"]], "prompt token '1' is str"),
+        ([[True]], "prompt token True is bool"),
+    ],
+)
+def test_a_prompt_of_the_wrong_type_is_refused(session: Session, prompt: object, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        session.generate(prompt, SamplingParams(max_tokens=2))
+    assert not session.engine.has_work
+
+
+def test_whole_numbers_of_numpy_are_token_ids(session: Session) -> None:
+    params, ids = SamplingParams(max_tokens=5), np.array([97, 98, 97, 98])
+    want = session.generate([97, 98, 97, 98], params).tokens
+    assert session.generate(list(ids), params).tokens == want
+    row = session.engine.find(session.engine.add(list(ids), params))
+    list(session.engine.run())
+    assert row is not None and tuple(row.output) == want and {*map(type, row.tokens)} == {int}
+
+
+def test_what_is_submitted_or_added_of_the_wrong_type_is_refused(session: Session) -> None:
+    params = SamplingParams(max_tokens=2)
+    for prompt in (None, 7, [1.5]):
+        with pytest.raises(ParameterError, match="prompt"):
+            session.submit(prompt, params)  # type: ignore[arg-type]
+        with pytest.raises(ParameterError, match="prompt"):
+            next(session.stream(prompt, params))  # type: ignore[arg-type]
+        with pytest.raises(ParameterError, match="prompt"):
+            session.engine.add(prompt, params)  # type: ignore[arg-type]
+    for odd in (7, "greedy", {"max_tokens": 3}, [3]):
+        for use in (
+            session.generate,
+            session.submit,
+            lambda *a: next(session.stream(*a)),
+            session.engine.add,
+        ):
+            with pytest.raises(ParameterError, match="params must be SamplingParams"):
+                use([1, 2], odd)  # type: ignore[arg-type, operator]
+    assert not session.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_rows": "8"}, "max_rows must be a whole number, not '8'"),
+        ({"max_rows": True}, "max_rows must be a whole number, not True"),
+        ({"context": 2.5}, "context must be a whole number or None, not 2.5"),
+        ({"prefix_tokens": None}, "prefix_tokens must be a whole number, not None"),
+        ({"dtype": 5}, "dtype must be auto, .*not 5"),
+        ({"device": 5}, "device must be cpu, .*not 5"),
+        ({"weights": 5}, "weights must be"),
+        ({"rule": 5}, "rule must be"),
+        ({"controller": 5}, "a controller is a name .*not int"),
+        ({"drafter": 5}, "a drafter is a name .*not int"),
+        ({"drafter": None}, "a drafter is a name .*not NoneType"),
+        ({"drafter": Session}, "a drafter is a name .*not the class Session"),
+    ],
+)
+def test_options_of_load_are_checked_before_anything_is_read(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        slipstream.load("/no/such/model", **options)

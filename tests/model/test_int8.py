@@ -15,6 +15,8 @@ from slipstream.drafters.draft_model import DraftModelConfig, ModelDrafter
 from slipstream.engine.engine import Engine
 from slipstream.errors import ModelError
 from slipstream.model import int8
+from slipstream.model.embedding import Int8Embedding
+from slipstream.model.identity import weights_hash
 from slipstream.model.int8 import Int8Linear, quantise_linears, require_int8
 from slipstream.model.packed import weight_bytes
 from slipstream.model.runner import Runner
@@ -140,3 +142,31 @@ def test_where_there_is_no_int8_the_error_names_the_fix(monkeypatch: pytest.Monk
     monkeypatch.setattr(int8.torch.ops, "onednn", SimpleNamespace(qlinear_prepack=missing))
     with pytest.raises(ModelError, match="no int8 product for this CPU"):
         require_int8()
+
+
+@needs_int8
+@pytest.mark.parametrize("change", ["numbers", "scales"])
+def test_the_hash_of_the_weights_tells_int8_models_apart(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tuning may leave everything alone but the linear layers."""
+    monkeypatch.setattr(int8, "SMALLEST", 0)
+
+    def hashed(changed: bool) -> str:
+        model = tiny_model("qwen2", seed=3)
+        weight = model.model.layers[1].mlp.up_proj.weight.detach()
+        if changed:
+            weight.neg_() if change == "numbers" else weight.mul_(1.001)
+        quantise_linears(model)
+        return weights_hash(model)
+
+    assert hashed(False) == hashed(False) != hashed(True)
+
+
+def test_the_hash_of_the_weights_sees_an_int8_embedding() -> None:
+    def hashed(number: int, scale: float) -> str:
+        table, scales = torch.full((4, 8), number, dtype=torch.int8), torch.full((4,), scale)
+        return weights_hash(nn.Sequential(Int8Embedding(table, scales, nn.Embedding(4, 8))))
+
+    assert hashed(3, 0.5) == hashed(3, 0.5)
+    assert len({hashed(3, 0.5), hashed(4, 0.5), hashed(3, 0.5000001)}) == 3

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from slipstream.errors import CapacityError, ModelError, ParameterError, SlipstreamError
 from slipstream.model import checkpoint, convert, load, memory, store
@@ -287,6 +288,42 @@ def test_missing_weights_are_not_filled_with_random_numbers(folder):
     assert "lacks the weight model.layers.2" in text and "fetch it again" in text
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_layers_that_the_config_does_not_count_are_refused(tmp_path, kind):
+    folder = save_tiny(tmp_path / "tiny", kind=kind, layers=3)
+    edit(folder / "config.json", num_hidden_layers=1, layer_types=None)
+    text = refusal(folder)
+    assert "stores layers that its config.json does not count" in text and "model.layers.1." in text
+    edit(folder / "config.json", num_hidden_layers=2, num_nextn_predict_layers=1)
+    assert load.load(str(folder)).model.config.num_hidden_layers == 2  # the third one predicts ahead
+
+
+def test_tensors_that_a_model_has_no_use_for_are_left_alone(tmp_path):
+    folder = save_tiny(tmp_path / "tiny", kind="llama", layers=2)
+    tensors = load_file(folder / "model.safetensors")
+    for name in (
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.9.self_attn.rotary_emb.inv_freq",
+        "mtp.layers.9.self_attn.q_proj.weight",
+        "visual.layers.9.self_attn.q_proj.weight",
+        "model.mtp_layers.9.self_attn.q_proj.weight",
+        "value_head.weight",
+    ):
+        tensors[name] = torch.ones(2)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert load.load(str(folder)).model.config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_surplus_layers_are_like_the_models_own_and_behind_them(prefix):
+    own = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)]
+    unused = [f"{prefix}layers.{i}.mlp.up_proj.weight" for i in (2, 3, 4)]
+    unused += [f"{prefix}layers.3.enorm.weight", "vision.layers.7.mlp.up_proj.weight", "lm_head.bias"]
+    assert checkpoint.surplus_layers(unused, own, "model", {}) == unused[1:3]
+    for config in ({"num_nextn_predict_layers": 1}, {"text_config": {"num_mtp_layers": 1}}):
+        assert checkpoint.surplus_layers(unused, own, "model", config) == unused[2:3]
+
+
 def test_weights_of_another_shape_are_refused(folder):
     edit(folder / "config.json", intermediate_size=48)
     refusal(folder)
@@ -426,9 +463,15 @@ def test_end_tokens(generation, config, tokenizer, eos):
 def test_generation_values_are_read_and_checked():
     got = generation_defaults({"temperature": 0.7, "top_k": 20, "top_p": 1, "do_sample": True}, {}, None)
     assert (got.temperature, got.top_k, got.top_p, got.do_sample, got.min_p) == (0.7, 20, 1.0, True, None)
-    for bad in ({"eos_token_id": "</s>"}, {"temperature": "hot"}, {"top_k": 1.5}):
-        with pytest.raises(ModelError, match=r"mend generation_config\.json"):
-            generation_defaults(bad, {}, None)
+    for bad in ({"eos_token_id": "</s>"}, {"temperature": "hot"}, {"top_k": 1.5}, {"min_p": 10**400}):
+        key, *_ = bad
+        with pytest.raises(
+            ModelError, match=rf"^/here/generation_config\.json: {key} must be .*mend it there"
+        ):
+            generation_defaults(bad, {}, None, Path("/here"))
+    for bad in ({"eos_token_id": "</s>"}, {"text_config": {"eos_token_id": 1.5}}, {"bos_token_id": "<s>"}):
+        with pytest.raises(ModelError, match=r"^/here/config\.json: [be]os_token_id must be"):
+            generation_defaults({}, bad, None, Path("/here"))
 
 
 def test_sizes_read_well():

@@ -15,7 +15,7 @@ from slipstream.core.draft import Draft, DraftRequest
 from slipstream.serve.errors import ApiError
 from slipstream.serve.limits import Limits
 from slipstream.serve.worker import Done, Failed, Job, Message, Piece, Started, Ticket, Worker
-from slipstream.testing.adversaries import FunctionDrafter
+from slipstream.testing.adversaries import FunctionDrafter, nothing
 
 MakeWorker = Callable[..., Worker]
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
@@ -160,7 +160,7 @@ def test_a_step_that_raises_fails_what_was_in_it_and_the_server_goes_on(
 ) -> None:
     worker = make_worker(drafters={"breaking": Breaking()})
     expected = offline(session, "waits", params_of(1))
-    companions = [Client(worker, "abc", LONG) for _ in range(2)]
+    companions = [Client(worker, "abc", LONG, drafter="breaking") for _ in range(2)]
     for client in companions:
         client.wait_for(Piece)
     boom = Client(worker, "boom", LONG, drafter="breaking")
@@ -174,6 +174,51 @@ def test_a_step_that_raises_fails_what_was_in_it_and_the_server_goes_on(
     assert waits.tokens() == list(expected.tokens)
     assert any("secret" in str(record.exc_info) for record in caplog.records)
     assert held(session) == 0
+
+
+class Forgetful(FunctionDrafter):
+    """Drafts nothing, and raises in one method when that is called for the `at`-th time."""
+
+    def __init__(self, where: str, at: int) -> None:
+        super().__init__(nothing)
+        self.where, self.left = where, at
+
+    def _called(self, where: str) -> None:
+        self.left -= where == self.where
+        if not self.left and where == self.where:
+            raise RuntimeError("/secret/path/of/this/machine")
+
+    def open(self, seq_id: int, prompt: Sequence[int]) -> None:
+        self._called("open")
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self._called("propose")
+        return super().propose(requests)
+
+    def observe(self, observations: Any) -> None:
+        self._called("observe")
+
+
+@pytest.mark.parametrize(("where", "at", "got"), [("open", 1, 0), ("propose", 3, 2), ("observe", 4, 3)])
+def test_a_drafter_that_breaks_ends_its_own_requests_alone_and_after_their_tokens(
+    session: Session, make_worker: MakeWorker, where: str, at: int, got: int
+) -> None:
+    """It observes the prompt, then each verification; what a verification gave is told before the error."""
+    params = SamplingParams(max_tokens=60, temperature=0.7, seed=5, ignore_eos=True)
+    expected, whole = offline(session, "abc", params), offline(session, "xyz", params)
+    worker = make_worker(drafters={"forgetful": Forgetful(where, at)})
+    companion = Client(worker, "abc", params)
+    broken = Client(worker, "xyz", params, drafter="forgetful")
+    while not isinstance(message := broken.next(), (Done, Failed)):
+        pass
+    assert isinstance(message, Failed) and message.error.status == 500
+    assert "secret" not in message.error.message
+    assert broken.tokens() == list(whole.tokens[:got])
+    companion.wait_for(Done)
+    assert companion.tokens() == list(expected.tokens)
+    again = Client(worker, "xyz", params, drafter="forgetful")
+    again.wait_for(Done)
+    assert again.tokens() == list(whole.tokens) and held(session) == 0
 
 
 def test_a_request_whose_own_rules_contradict_each_other_fails_alone(

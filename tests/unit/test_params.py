@@ -11,19 +11,31 @@ NAN, INF = float("nan"), float("inf")
 
 BAD: dict[str, list[object]] = {
     "max_tokens": [0, -1, 2.5, "9", True, NAN],
-    "temperature": [-0.1, NAN, INF, "hot", None, True],
+    "temperature": [-0.1, NAN, INF, "hot", None, True, 10**400],
     "top_k": [-1, 1.5, "3", None],
     "top_p": [0, -0.5, 1.01, NAN, "x", None],
     "min_p": [-0.1, 1.1, NAN, None],
-    "repetition_penalty": [0, -1, NAN, INF, None],
+    "repetition_penalty": [0, -1, NAN, INF, None, 1e-40, 1e-7, 1e7, 1e40, "1"],
     "presence_penalty": [-2.1, 2.1, NAN, None],
     "frequency_penalty": [-2.1, 2.1, NAN, "1"],
-    "logit_bias": [{1: NAN}, {1: INF}, {-1: 1.0}, {"a": 1.0}, {1: "b"}, {1: None}, [1, 2], 5],
-    "bad_words": [((),), ((-1,),), (("a",),), (1, 2), 5],
+    "logit_bias": [
+        {1: NAN},
+        {1: INF},
+        {-1: 1.0},
+        {"a": 1.0},
+        {1: "b"},
+        {1: None},
+        [1, 2],
+        5,
+        {1: 1e31},
+        {1: 10**400},
+        {1.5: 1},
+    ],
+    "bad_words": [((),), ((-1,),), (("a",),), (1, 2), 5, ((1.5,),), ("12",)],
     "min_tokens": [-1, 1.5, "1", None],
     "grammar": ["a+", 5, {"kind": "regex", "source": "a+"}],
     "stop": [("",), ("a", ""), (1,), 5],
-    "stop_token_ids": [(-1,), ("a",), (None,), 7],
+    "stop_token_ids": [(-1,), ("a",), (None,), 7, (1.5,), "12", ("12",)],
     "logprobs": [-1, 1001, 1.5, "3"],
     "n": [0, -1, 1.5, None],
     "seed": [1.5, "1", True],
@@ -48,7 +60,9 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 def test_values_at_their_limits_are_taken() -> None:
     SamplingParams(max_tokens=1, min_tokens=1, temperature=0.0, top_p=1.0, min_p=1.0, logprobs=0)
     SamplingParams(presence_penalty=-2.0, frequency_penalty=2.0, logprobs=1000, seed=-5, top_k=10**9)
-    SamplingParams(logit_bias={3: float("-inf")}, temperature=1)
+    SamplingParams(logit_bias={3: float("-inf"), 4: 1e30, 5: -1e39}, temperature=1)
+    SamplingParams(repetition_penalty=1e-6, temperature=5e-324)
+    SamplingParams(repetition_penalty=1e6, temperature=1e308)
 
 
 def test_values_are_brought_into_one_form() -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.text import Text
 
 from slipstream.cli.generation import WARM_UP_TOKENS, Comparison, Outcome, peak_memory_bytes
+from slipstream.cli.output import stderr
 from slipstream.core.sequence import Event
 from slipstream.engine.session import Completion
 from slipstream.model.progress import size
@@ -67,7 +66,7 @@ class Summary:
     """Prints what was measured, a line a fact, on stderr."""
 
     def __init__(self) -> None:
-        self._console = Console(file=sys.stderr, highlight=False)
+        self._console = stderr()
 
     def line(self, label: str, text: str, style: str = "") -> None:
         self._console.print(Text.assemble((f"{label:<12}", "dim"), (text, style)), soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def plan_of(
         if not joined:
             raise ParameterError(f"--set {item}: write it as name=value")
         try:
-            changes[name] = json.loads(value) if value[:1] in ("[", "{") else value
+            changes[name] = jsontext.parse(value) if value[:1] in ("[", "{") else value
         except ValueError:
             raise ParameterError(f"--set {item}: lists and objects are written as JSON") from None
     if file is None and "target" not in changes:

@@ -109,7 +109,7 @@ def generate(
     rows = session.submit(prompt, params)
     try:
         while any(not row.finished for row in rows) and interrupts.number is None:
-            for event in session.engine.step():
+            for event in session.engine.turn():
                 show(event)
         for event in session.cancel(rows):
             show(event)

@@ -44,7 +44,10 @@ def lint(
     from slipstream.model.store import write_atomic
 
     file, text = _text(config)
-    report = check(text, engine, target=target, draft=draft, repair=fix)
+    try:
+        report = check(text, engine, target=target, draft=draft, repair=fix)
+    except ParameterError as error:
+        raise ParameterError(f"{file}: {error}" if file else str(error)) from error
     changed = report.fixed is not None and bool(report.faults)
     if changed and file is not None and report.fixed is not None:
         try:

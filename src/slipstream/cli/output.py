@@ -18,6 +18,12 @@ from rich.table import Table
 from slipstream.model.progress import size
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would exit with status 1; `cli.leaving` knows what to do."""
+        raise BrokenPipeError
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
@@ -25,7 +31,12 @@ def print_json(value: Any) -> None:
 
 def stdout() -> Console:
     """stdout for tables. Piped into a file it is as wide as its content, so nothing is cut."""
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False, soft_wrap=False)
+    return _Console(width=None if sys.stdout.isatty() else 200, highlight=False, soft_wrap=False)
+
+
+def stderr() -> Console:
+    """stderr for what is said beside the results."""
+    return _Console(file=sys.stderr, highlight=False)
 
 
 def plain_table(*columns: str) -> Table:
@@ -97,7 +108,7 @@ def progress(transient: bool = False, calm: bool = False) -> Iterator[TerminalPr
 
     Opens stderr once: libraries are silenced by redirecting it.
     """
-    console = Console(file=sys.stderr, highlight=False)
+    console = stderr()
     if not console.is_terminal:
         yield TerminalProgress(console, None)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,8 +30,6 @@ from slipstream.errors import ParameterError
 if TYPE_CHECKING:
     from slipstream.core.params import SamplingParams
     from slipstream.engine.session import Session
-
-PIPE_CLOSED = 141  # what a shell reports for a program ended by SIGPIPE
 
 
 def run(
@@ -187,12 +184,7 @@ def run(
         },
         threads,
     )
-    try:
-        status = _run(request)
-    except BrokenPipeError:
-        # The reader has what it wanted. What is still buffered must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = PIPE_CLOSED
+    status = _run(request)
     if status:
         raise typer.Exit(status)
 

@@ -236,4 +236,4 @@ def _answer(
 def _default_params(loaded: LoadedModel) -> Any:
     from slipstream.api import default_params
 
-    return default_params(loaded.generation_config)
+    return default_params(loaded)

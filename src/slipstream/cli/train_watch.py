@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from slipstream.cli.output import stderr
 from slipstream.cli.train_shared import QUIET_SECONDS, span
 from slipstream.train.acceptance import Acceptance
 from slipstream.train.curve import Seen
@@ -18,7 +17,7 @@ class TrainingWatch:
     """Draws on stderr: a bar on a terminal, a line now and then elsewhere. Use as a context manager."""
 
     def __init__(self) -> None:
-        self._console = Console(file=sys.stderr, highlight=False)
+        self._console = stderr()
         self._bar: Progress | None = None
         self._task: int | None = None
         self._last = float("-inf")

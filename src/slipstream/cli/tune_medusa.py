@@ -46,11 +46,13 @@ def tune_medusa(
     with opened(
         model, prompts, limit, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     ) as tuning:
-        from slipstream.drafters._head_accuracy import HeadProbe, save_accuracies
+        from slipstream.drafters._head_accuracy import HeadProbe, check_place, save_accuracies
         from slipstream.drafters.medusa import ACCURACIES, MedusaDrafter, MedusaDrafterConfig
 
         # The smallest tree, which reads no accuracies: those there are may be damaged.
         medusa = MedusaDrafter(MedusaDrafterConfig(str(heads), topk="1"), tuning.session.info)
+        file = (out or heads / ACCURACIES).expanduser()
+        check_place(file)
         probe = HeadProbe(medusa)
         tuning.session.use(probe)
         tuning.answer(tokens)
@@ -60,7 +62,6 @@ def tune_medusa(
                 f"every answer is too short for {len(counts.guesses)} heads: give other prompts or more"
                 " --tokens"
             )
-        file = (out or heads / ACCURACIES).expanduser()
         save_accuracies(file, counts, model)
     if json_:
         from slipstream.cli.output import print_json

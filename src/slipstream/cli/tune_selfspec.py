@@ -38,8 +38,9 @@ def tune_selfspec(
         model, prompts, limit, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     ) as tuning:
         from slipstream.drafters._skip_search import Measure, Text, search
-        from slipstream.drafters._tuned import save_tuned
+        from slipstream.drafters._tuned import check_place, save_tuned
 
+        check_place()
         answers, drawn = tuning.answer(tokens), tuning.progress
         texts = [Text(tuple(p), a.tokens) for p, a in zip(tuning.prompts, answers, strict=True)]
         runner = tuning.session.engine.runner

@@ -33,6 +33,9 @@ def build_controller(
     goodput takes, unless the spec says it."""
     if isinstance(spec, Controller):
         return spec
+    if spec is not None and not isinstance(spec, str):
+        what = f"the class {spec.__name__}: make one of it" if isinstance(spec, type) else type(spec).__name__
+        raise ParameterError(f"a controller is a name with options or a built Controller, not {what}")
     name, values = parse_spec(spec or "fixed")
     if name not in KINDS:
         raise ParameterError(f"unknown controller {name!r}; there are {', '.join(sorted(KINDS))}")

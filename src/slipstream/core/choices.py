@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 
 Path_ = tuple[int, ...]
@@ -161,7 +161,7 @@ def read_accuracies(file: Path) -> list[list[float]]:
 
 def _read(file: Path, key: str) -> Any:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = jsontext.parse(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ParameterError(f"{file} cannot be read ({error.strerror}): check the path") from error
     except ValueError as error:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any, Literal
 
 from slipstream.errors import ParameterError
+
+# Scores are float32 [-3e38, 3e38]: what is divided by a penalty, or biased, must stay inside.
+MOST_PENALTY = 1e6
+MOST_BIAS = 1e30
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class SamplingParams:
             set_(self, "stop", (self.stop,))
         readings: Sequence[tuple[str, str, Callable[[], object]]] = (
             ("stop", "a list of strings", lambda: tuple(self.stop)),
-            ("stop_token_ids", "a list of token ids", lambda: tuple(int(t) for t in self.stop_token_ids)),
+            ("stop_token_ids", "a list of token ids", lambda: tuple(map(index, self.stop_token_ids))),
             (
                 "bad_words",
                 "a list of token id lists (Session.bad_words makes them of strings)",
@@ -68,13 +75,13 @@ class SamplingParams:
             (
                 "logit_bias",
                 "a mapping of token ids to numbers",
-                lambda: {int(k): float(v) for k, v in self.logit_bias.items()},
+                lambda: {_id(k): float(v) for k, v in self.logit_bias.items()},
             ),
         )
         for name, kind, read in readings:
             try:
                 set_(self, name, read())
-            except (TypeError, ValueError, AttributeError):
+            except (TypeError, ValueError, AttributeError, OverflowError):
                 raise ParameterError(f"{name} must be {kind}, not {getattr(self, name)!r}") from None
         checks: Sequence[tuple[bool, str]] = (
             (
@@ -89,8 +96,9 @@ class SamplingParams:
             (_finite(self.top_p, 0.0, 1.0) and self.top_p > 0, f"top_p must be in (0, 1], not {self.top_p}"),
             (_finite(self.min_p, 0.0, 1.0), f"min_p must be in [0, 1], not {self.min_p}"),
             (
-                _finite(self.repetition_penalty, 0.0) and self.repetition_penalty > 0,
-                f"repetition_penalty must be above 0 (1 is off), not {self.repetition_penalty}",
+                _finite(self.repetition_penalty, 1 / MOST_PENALTY, MOST_PENALTY),
+                f"repetition_penalty must be from {1 / MOST_PENALTY:g} to {MOST_PENALTY:g} (1 is off),"
+                f" not {self.repetition_penalty}",
             ),
             (
                 _finite(self.presence_penalty, -2.0, 2.0),
@@ -101,8 +109,8 @@ class SamplingParams:
                 f"frequency_penalty must be in [-2, 2], not {self.frequency_penalty}",
             ),
             (
-                all(v == v and v != float("inf") for v in self.logit_bias.values()),
-                "logit_bias values must be numbers (-inf forbids a token)",
+                all(v <= MOST_BIAS for v in self.logit_bias.values()),
+                f"logit_bias values must be numbers up to {MOST_BIAS:g} (-inf forbids a token)",
             ),
             (all(k >= 0 for k in self.logit_bias), "logit_bias keys must be token ids (0 or more)"),
             (all(self.bad_words), "bad_words must not hold an empty word"),
@@ -145,9 +153,12 @@ class SamplingParams:
 
 
 def _ids(word: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(word, str):  # whose digits would pass for ids
-        raise TypeError
-    return tuple(int(t) for t in word)
+    return tuple(map(index, word))  # no number is cut to a whole one, and digits of a string are no ids
+
+
+def _id(key: int | str) -> int:
+    """JSON has strings for keys."""
+    return int(key) if isinstance(key, str) else index(key)
 
 
 def _whole(value: object, low: int) -> bool:
@@ -155,7 +166,7 @@ def _whole(value: object, low: int) -> bool:
 
 
 def _finite(value: object, low: float, high: float = float("inf")) -> bool:
-    """A number (not NaN, not infinite, not a truth value) within the bounds."""
+    """A number (not NaN, not infinite, not a truth value) within the bounds, that fits a float."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
-    return low <= value <= high and value != float("inf")
+    return low <= value <= high and value <= _LARGEST

@@ -8,13 +8,13 @@ Prices are on-demand rents of one device in USD an hour, rounded middles of what
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 
 # What kernels reach of the peaks, and what a layer's launches cost: assumptions, said in every report.
@@ -168,7 +168,7 @@ def read_machine(path: Path) -> Machine:
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
     """A JSON object from a file. ParameterError in one line where it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = jsontext.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ParameterError(f"{path} cannot be read ({error.strerror}): check the path") from None
     except (ValueError, UnicodeDecodeError) as error:

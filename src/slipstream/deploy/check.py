@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.deploy.process import DeployError
 from slipstream.export.deploy_plan import DeployPlan
 from slipstream.watch.advice import ENOUGH
@@ -129,7 +130,7 @@ def _json(url: str, body: Any = None, timeout: float = 300.0) -> Any:
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return json.loads(answer.read())
+            return jsontext.parse(answer.read())
     except urllib.error.HTTPError as error:
         with error:
             said = error.read(500).decode("utf-8", errors="replace")

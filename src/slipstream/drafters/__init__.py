@@ -21,12 +21,13 @@ from slipstream.core.draft import Drafter
 from slipstream.core.spec import make_config, parse_spec
 from slipstream.drafters._config_source import config_without_import
 from slipstream.drafters.base import MemoryEstimate, TargetInfo, TargetShape
-from slipstream.errors import DrafterError
+from slipstream.errors import DrafterError, ParameterError
 
 __all__ = [
     "TargetInfo",
     "TargetShape",
     "build_drafter",
+    "check_drafter_spec",
     "check_spec",
     "configure",
     "find_drafter",
@@ -155,8 +156,17 @@ def _checked(found: Any, name: str) -> type[Drafter]:
     return found
 
 
+def check_drafter_spec(spec: object) -> None:
+    """ParameterError for what is neither the name of a drafter nor one that is built."""
+    if isinstance(spec, (str, Drafter)):
+        return
+    what = f"the class {spec.__name__}: make one of it" if isinstance(spec, type) else type(spec).__name__
+    raise ParameterError(f"a drafter is a name with options or a built Drafter, not {what}")
+
+
 def build_drafter(spec: str | Drafter, target: TargetInfo) -> Drafter:
     """From `name:key=value,…`; a drafter that is built already is taken as it is."""
+    check_drafter_spec(spec)
     if isinstance(spec, Drafter):
         return spec
     found, config = configure(spec)

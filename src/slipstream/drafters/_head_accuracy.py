@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from slipstream.drafters.base import Draft, Drafter, DraftRequest, Observation, empty_draft
 from slipstream.drafters.medusa import RANKS, MedusaDrafter
 from slipstream.errors import DrafterError
-from slipstream.model.store import write_atomic
+from slipstream.model.store import try_writing, write_atomic
 
 _ROWS = 32  # states ranked at once: all heads' logits of all of them are there together
 
@@ -110,8 +111,20 @@ def save_accuracies(file: Path, counts: HeadCounts, model: str) -> None:
         "right": counts.right,
         "guesses": counts.guesses,
     }
-    try:
+    with _placing(file):
         write_atomic(file, json.dumps(value) + "\n")
+
+
+def check_place(file: Path) -> None:
+    """Raise DrafterError where the file cannot be written: told before the measurement."""
+    with _placing(file):
+        try_writing(file.parent)
+
+
+@contextmanager
+def _placing(file: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise DrafterError(
             f"{file} cannot be written ({error.strerror or error}): give another place with --out, and"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import sys
 import threading
 import zlib
@@ -21,9 +22,11 @@ from typing import Any
 
 import filelock
 
+from slipstream.core import jsontext
 from slipstream.drafters._suffix_guess import Guess, Limits, best_guess
 from slipstream.drafters._suffix_tree import TOKEN_BYTES, SuffixTree
 from slipstream.errors import DrafterError
+from slipstream.model.store import try_writing
 
 MAGIC = b"slipstream suffix store 1\n"
 SAVE_EVERY = 64  # texts; a process that is killed forgets at most so many
@@ -57,7 +60,7 @@ class SuffixStore:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_depth = max_depth
-        self.path = Path(path).expanduser() if path else None
+        self.path = _expanded(path) if path else None
         self._vocabulary = vocabulary
         self._max_requests = max_requests
         self._max_tokens = max_tokens
@@ -67,8 +70,7 @@ class SuffixStore:
         self._tokens = 0
         self._unsaved = 0
         if self.path is not None:
-            self._make_folder()
-            for text in _read(self.path, vocab_size, vocabulary) if self.path.exists() else ():
+            for text in _read(self.path, vocab_size, vocabulary) if self._check_place() else ():
                 self._add(text)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -115,18 +117,23 @@ class SuffixStore:
                 raise self._unwritable(error) from error
             self._unsaved = 0
 
-    def _make_folder(self) -> None:
-        """Before anything is generated, so that a wrong path is found at once."""
+    def _check_place(self) -> bool:
+        """Whether there is a file. A place where none can be is found before anything is generated."""
         assert self.path is not None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+            try:
+                mode: int | None = self.path.stat().st_mode
+            except FileNotFoundError:
+                mode = None
+            if mode is not None and not stat.S_ISREG(mode):  # reading a device or a pipe may never end
+                raise DrafterError(f"the suffix store {self.path} is not a file; give another store=FILE")
+            try_writing(self.path.parent)
+        except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
             raise self._unwritable(error) from error
-        if not os.access(self.path.parent, os.W_OK):
-            raise self._unwritable(PermissionError(13, "Permission denied"))
+        return mode is not None
 
-    def _unwritable(self, error: OSError) -> DrafterError:
-        why = error.strerror or error
+    def _unwritable(self, error: OSError | ValueError) -> DrafterError:
+        why = getattr(error, "strerror", None) or error
         return DrafterError(
             f"the suffix store {self.path} cannot be written ({why}); give another store=FILE, or none"
         )
@@ -149,6 +156,13 @@ class SuffixStore:
     @property
     def memory_bytes(self) -> int:
         return self._tree.memory_bytes + self._tokens * TOKEN_BYTES
+
+
+def _expanded(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~somebody who is not known here
+        raise DrafterError(f"the suffix store {path} has no place ({error}); name its folder") from None
 
 
 def _write(texts: Iterable[array[int]], vocab_size: int, vocabulary: str) -> bytes:
@@ -178,7 +192,7 @@ def _read(path: Path, vocab_size: int, vocabulary: str) -> list[array[int]]:
         raise DrafterError(f"{path} is not a suffix store of this version; {mend}")
     try:
         line, _, body = raw[len(MAGIC) :].partition(b"\n")
-        header = json.loads(line)
+        header = jsontext.parse(line)
         of = (header["vocab_size"], header["vocabulary"])
         lengths = [int(n) for n in header["lengths"]]
         if zlib.crc32(body) != header["crc32"] or any(n < 0 for n in lengths):

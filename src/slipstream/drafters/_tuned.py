@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.errors import DrafterError, ModelError, ParameterError
 from slipstream.model.skip import SkipSet, fingerprint
-from slipstream.model.store import Store, read_json, reading_errors, write_atomic
+from slipstream.model.store import Store, read_json, reading_errors, try_writing, write_atomic
 
 FORMAT = 1
 
@@ -40,8 +40,18 @@ class Tuned:
         }
 
 
+def check_place() -> None:
+    """Raise CapacityError or ModelError where nothing can be kept, before a search that takes minutes."""
+    with reading_errors(_folder()):
+        try_writing(_folder())
+
+
+def _folder() -> Path:
+    return Store.default().root / "selfspec"
+
+
 def tuned_path(model: Any) -> Path:
-    return Store.default().root / "selfspec" / f"{fingerprint(model)}.json"
+    return _folder() / f"{fingerprint(model)}.json"
 
 
 def save_tuned(model: Any, tuned: Tuned, name: str) -> Path:

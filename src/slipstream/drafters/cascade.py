@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from slipstream.core.ask import Later, ask, ask_drafts, shut_down
 from slipstream.core.draft import Budget
 from slipstream.core.spec import parse_specs
 from slipstream.drafters import build_drafter, check_spec, predict_memory
@@ -89,7 +90,7 @@ class CascadeDrafter(Drafter):
 
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:
         for part in self.parts:
-            part.open(seq_id, prompt)
+            ask(part, part.open, seq_id, prompt)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         chosen = self._merged(requests) if self._config.mode == "merge" else self._first(requests)
@@ -125,19 +126,25 @@ class CascadeDrafter(Drafter):
         return chosen
 
     def observe(self, observations: Sequence[Observation]) -> None:
+        later = Later()
         for part in self.parts:
-            part.observe([seen.only(part.needs) for seen in observations])
+            with later:
+                ask(part, part.observe, [seen.only(part.needs) for seen in observations])
+        later.tell()
 
     def close(self, seq_id: int) -> None:
+        later = Later()
         for part in self.parts:
-            part.close(seq_id)
+            with later:
+                ask(part, part.close, seq_id)
+        later.tell()
 
     @property
     def memory_bytes(self) -> int:
         return sum(part.memory_bytes for part in self.parts)
 
     def shutdown(self) -> None:
-        _shut_down(self.parts)
+        shut_down(self.parts)
 
 
 def _build(specs: Sequence[str], target: TargetInfo) -> list[Drafter]:
@@ -146,18 +153,9 @@ def _build(specs: Sequence[str], target: TargetInfo) -> list[Drafter]:
         for spec in specs:
             parts.append(build_drafter(spec, target))
     except BaseException:
-        _shut_down(parts)
+        shut_down(parts)
         raise
     return parts
-
-
-def _shut_down(parts: Sequence[Drafter]) -> None:
-    """All of them, whatever one of them raises."""
-    if parts:
-        try:
-            parts[0].shutdown()
-        finally:
-            _shut_down(parts[1:])
 
 
 def _ask(
@@ -177,7 +175,7 @@ def _ask(
     if not asked:
         return []
     answers = []
-    for draft, request in zip(part.propose(asked), asked, strict=True):
+    for draft, request in zip(ask_drafts(part, asked), asked, strict=True):
         draft = draft.truncate(request.budget.depth, request.budget.nodes)
         if draft.tree.num_drafted:
             answers.append((replace(draft, source=draft.source or part.name), request))

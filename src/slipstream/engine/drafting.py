@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.core.draft import Budget, Draft, DraftRequest
+import torch
+
+from slipstream.core.ask import label
+from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest
 from slipstream.core.sequence import Sequence
 from slipstream.core.tree import TokenTree
 from slipstream.errors import DrafterError
@@ -40,9 +43,9 @@ def forced_draft(request: DraftRequest, grammar: Grammar | None, room: int) -> D
 
 
 def fit_draft(
-    request: DraftRequest, draft: Draft, vocab_size: int, name: str, grammar: Grammar | None = None
+    request: DraftRequest, draft: Draft, vocab_size: int, drafter: Drafter, grammar: Grammar | None = None
 ) -> Draft:
-    """Cut a draft to its budget and to tokens that exist; `name` is the drafter's, for the errors.
+    """Cut a draft of `drafter` to its budget and to tokens that exist.
 
     The budget is cut without looking at tokens. Ids outside the vocabulary are dropped, which is exact
     for point masses; a sampled draft that holds one was not drawn from its q. So are point masses that the
@@ -51,17 +54,44 @@ def fit_draft(
     tree = draft.tree
     if tree.tokens[0] != request.root:
         raise DrafterError(
-            f"drafter {name!r} rooted its draft at token {tree.tokens[0]}, the root is {request.root}"
+            f"{_maker(drafter, draft)} rooted its draft at token {tree.tokens[0]}, the root is {request.root}"
         )
+    if draft.q is not None:
+        _check_laws(draft, vocab_size, drafter)
     draft = draft.truncate(request.budget.depth, request.budget.nodes)
     inside = [n for n, t in enumerate(draft.tree.tokens) if n == 0 or 0 <= t < vocab_size]
     if len(inside) < len(draft.tree):
         if draft.q is not None:
-            raise DrafterError(f"drafter {name!r} drew a token outside the target's vocabulary")
+            raise DrafterError(
+                f"{_maker(drafter, draft)} drew a token outside the target's vocabulary of {vocab_size}"
+            )
         draft = draft.select(inside)
     if grammar is not None and draft.q is None and draft.tree.num_drafted:
         draft = draft.select(_grammatical(request, draft.tree, grammar))
     return draft
+
+
+def _maker(drafter: Drafter, draft: Draft) -> str:
+    """Who made the draft; of a drafter with parts, which."""
+    part = f", its part {draft.source!r}," if draft.source and draft.source != drafter.name else ""
+    return f"{label(drafter)}{part}"
+
+
+def _check_laws(draft: Draft, vocab_size: int, drafter: Drafter) -> None:
+    """That q has the right shape. Whether it is a law, the verification finds where it looks at it."""
+    for node, row in enumerate(draft.q or ()):
+        if not draft.tree.children(node):
+            continue
+        if not isinstance(row, torch.Tensor):
+            found = f"of type {type(row).__name__}"
+        elif row.shape != (vocab_size,):
+            found = f"of shape {list(row.shape)}"
+        else:
+            continue
+        raise DrafterError(
+            f"{_maker(drafter, draft)} gave a q row {found} for node {node}: it must be a tensor"
+            f" [{vocab_size}], as wide as the target's vocabulary"
+        )
 
 
 def _grammatical(request: DraftRequest, tree: TokenTree, grammar: Grammar) -> list[int]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from slipstream.control import Controller, RowOutcome, RowState, build_controller
+from slipstream.core.ask import Later, ask, ask_drafts, ask_plan, check_drafter, held_bytes
 from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest, Observation
 from slipstream.core.fault import planted_fault
 from slipstream.core.params import GrammarSpec, SamplingParams
@@ -26,16 +27,16 @@ from slipstream.core.tree import TokenTree
 from slipstream.drafters.none import NoConfig, NoDrafter
 from slipstream.engine.drafting import Work, cut_budget, fit_draft, forced_draft
 from slipstream.engine.inputs import check_request
+from slipstream.engine.judging import judge, observed
 from slipstream.engine.reading import PromptReader
 from slipstream.engine.scheduler import Load, Scheduler
-from slipstream.errors import DrafterError, ParameterError, met_by
+from slipstream.errors import ParameterError, SlipstreamError, met_by
 from slipstream.logits.grammar import Grammar, no_grammars
 from slipstream.logits.pipeline import LogitsPipeline
 from slipstream.model.cache import WIDTH
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import CHUNK, Output, Runner
-from slipstream.verify import Rule, Verdict, build_views, check_rule, choose_rule
-from slipstream.verify.view import ViewRow
+from slipstream.verify import Rule, Verdict, check_rule, choose_rule
 
 
 class Engine:
@@ -86,6 +87,9 @@ class Engine:
         self._reader = PromptReader(runner, self._scheduler)
         self._pipelines: dict[int, LogitsPipeline] = {}
         self._cancelled: set[int] = set()
+        self._unopened: dict[int, Sequence] = {}  # admitted, but the drafter has not heard of them
+        self._untold: list[Event] = []
+        self._later = Later()
         self._next_id = 0
         self._closed = False
         self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
@@ -106,7 +110,8 @@ class Engine:
         self._require_open()
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
-        drafter = drafter or self._plain
+        drafter = self._plain if drafter is None else drafter
+        check_drafter(drafter)
         built = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
         self.runner.tap(drafter.needs)
         self.drafter, self.controller = drafter, built
@@ -121,7 +126,7 @@ class Engine:
         seed = params.seed if seed is None else seed
         sequence = Sequence(
             id=self._next_id,
-            prompt=tuple(prompt),
+            prompt=tuple(map(int, prompt)),
             params=params,
             seed=secrets.randbits(63) if seed is None else seed,
             eos_ids=self.eos_ids,
@@ -179,25 +184,66 @@ class Engine:
     # -- the loop -------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """One turn: read prompts, draft, verify, commit. Gives what was added, row by row."""
+        """One turn: read prompts, draft, verify, commit. Gives what was added, row by row.
+
+        A drafter or controller that fails is told when all else is done. What was added by then is final, and
+        is not lost with the error: see `untold`.
+        """
+        with self._later:
+            self._advance()
+        self._later.tell()
+        return self.untold()
+
+    def turn(self) -> Iterator[Event]:
+        """A step, whose events come before its error."""
+        try:
+            events = self.step()
+        except Exception:
+            yield from self.untold()
+            raise
+        yield from events
+
+    def untold(self) -> list[Event]:
+        """What was added by a step that raised, once; else the next step gives it."""
+        events, self._untold = self._untold, []
+        return events
+
+    def _advance(self) -> None:
         began = time.perf_counter()
         before = self.seconds.copy()
-        events = self.apply_cancels()
-        for sequence in self._scheduler.admit():
-            self._reader.open(sequence)
-            self.drafter.open(sequence.id, sequence.prompt)
+        self._untold += self._end_cancelled()
+        self._admit()
         self._read_prompts()
         rows = list(self._scheduler.running)
         if rows:
             clock, budgets = time.perf_counter(), self._plan(rows)
             work = self._propose(rows, budgets)
             output, verdicts, logprobs = self._verify(work)
-            events += self._commit(work, output, verdicts, logprobs, clock)
+            self._untold += self._commit(work, output, verdicts, logprobs, clock)
         told = self.seconds - before
         self.seconds.other += time.perf_counter() - began - told.target - told.prefill - told.drafter
-        return events
+
+    def _admit(self) -> None:
+        """A row that the drafter cannot open keeps its place, and is tried again until somebody ends it."""
+        for sequence in self._scheduler.admit():
+            self._reader.open(sequence)
+            self._unopened[sequence.id] = sequence
+        for sequence in list(self._unopened.values()):
+            with met_by(sequence.id):
+                ask(self.drafter, self.drafter.open, sequence.id, sequence.prompt)
+            del self._unopened[sequence.id]
 
     def apply_cancels(self) -> list[Event]:
+        """End now what was cancelled."""
+        events = self._end_cancelled()
+        try:
+            self._later.tell()
+        except SlipstreamError:
+            self._untold += events
+            raise
+        return events
+
+    def _end_cancelled(self) -> list[Event]:
         events = []
         for seq_id in sorted(self._cancelled):
             sequence = self.find(seq_id)
@@ -212,7 +258,8 @@ class Engine:
         observations = self._reader.step(self.drafter)
         if observations:
             self.seconds.prefill += time.perf_counter() - clock
-            self._observe(observations)
+            with self._later:
+                self._observe(observations)
 
     def _plan(self, rows: list[Sequence]) -> list[Budget]:
         """The controller's budgets, cut to what can still be emitted or fits the context.
@@ -221,7 +268,7 @@ class Engine:
         """
         states = [RowState(s.id, len(s.tokens), s.remaining) for s in rows]
         budgets = []
-        for sequence, budget in zip(rows, self.controller.plan(states), strict=True):
+        for sequence, budget in zip(rows, ask_plan(self.controller, states), strict=True):
             room = self._room(sequence)
             if self.drafter.needs.reads_prompt and sequence.num_output == 0:
                 room = 0  # the first token must not wait until the drafter has read the prompt
@@ -244,15 +291,12 @@ class Engine:
                 draft_of[sequence.id] = draft
         asked = [r for r in requests if r.budget.depth > 0 and r.seq_id not in draft_of]
         clock = time.perf_counter()
-        drafts = self.drafter.propose(asked) if asked else []
+        drafts = ask_drafts(self.drafter, asked) if asked else []
         self.seconds.drafter += time.perf_counter() - clock
-        if len(drafts) != len(asked):
-            raise DrafterError(
-                f"drafter {self.drafter.name!r} gave {len(drafts)} drafts for {len(asked)} requests"
-            )
         for r, d in zip(asked, drafts, strict=True):
             grammar = self._pipelines[r.seq_id].grammar
-            draft_of[r.seq_id] = fit_draft(r, d, self.vocab_size, self.drafter.name, grammar)
+            with met_by(r.seq_id):
+                draft_of[r.seq_id] = fit_draft(r, d, self.vocab_size, self.drafter, grammar)
         return [Work(s, draft_of.get(s.id) or Draft(TokenTree.root(s.tokens[-1]))) for s in rows]
 
     def _verify(self, work: list[Work]) -> tuple[Output, list[Verdict], list[list[TokenLogprob]]]:
@@ -260,25 +304,8 @@ class Engine:
         output = self.runner.forward(
             [PackRow(w.sequence.id, w.draft.tree.tokens, w.draft.tree.parents) for w in work]
         )
-        assert output.logits is not None
         self.seconds.target += time.perf_counter() - clock
-        spans = output.pack.spans
-        rows_of = [(w.sequence, w.draft.tree, span.start) for w, span in zip(work, spans, strict=True)]
-        seen = [ViewRow(self._pipelines[s.id], s.tokens, tree, s.seed, start) for s, tree, start in rows_of]
-        views = build_views(seen, output.logits)
-        verdicts = []
-        for w, view in zip(work, views, strict=True):
-            with met_by(w.sequence.id):
-                verdicts.append(self._rule(w.draft)(w.draft, view))
-        chosen_logprobs = [
-            seen_row.pipeline.chosen_logprobs(
-                output.logits[span.start : span.end],
-                (0, *verdict.path),
-                (*(w.draft.tree.tokens[n] for n in verdict.path), verdict.token),
-            )
-            for w, seen_row, span, verdict in zip(work, seen, spans, verdicts, strict=True)
-        ]
-        return output, verdicts, chosen_logprobs
+        return output, *judge(work, output, self._pipelines, self._rule)
 
     def _commit(
         self,
@@ -305,24 +332,12 @@ class Engine:
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
             )
-            index = [span.start + n for n in kept]
-            observations.append(
-                Observation(
-                    sequence.id,
-                    start,
-                    tuple(tree.tokens[n] for n in kept),
-                    {k: v[index] for k, v in output.features.items()},
-                    w.draft,
-                    kept[1:],
-                    output.logits[span.start : span.end]
-                    if self.drafter.needs.node_logits and output.logits is not None
-                    else None,
-                    sequence.tokens[-1],
-                )
-            )
+            observations.append(observed(w, output, span, kept, start, self.drafter.needs))
             events.append(event)
-        self._observe(observations)
-        self.controller.record(outcomes, time.perf_counter() - began)
+        with self._later:
+            self._observe(observations)
+        with self._later:
+            ask(self.controller, self.controller.record, outcomes, time.perf_counter() - began)
         for w in work:
             if w.sequence.finished:
                 self._retire(w.sequence)
@@ -330,30 +345,36 @@ class Engine:
 
     def _observe(self, observations: list[Observation]) -> None:
         clock = time.perf_counter()
-        self.drafter.observe(observations)
+        ask(self.drafter, self.drafter.observe, observations)
         self.seconds.drafter += time.perf_counter() - clock
 
     def _retire(self, sequence: Sequence) -> None:
-        """Free everything the sequence holds, at once; its keys may be kept for later prompts."""
+        """Free everything the sequence holds, at once; its keys may be kept for later prompts. What fails
+        meanwhile is told later."""
         self._scheduler.retire(sequence)
         self._pipelines.pop(sequence.id, None)
-        self.drafter_peak_bytes = max(self.drafter_peak_bytes, self.drafter.memory_bytes)
-        self.drafter.close(sequence.id)
-        self.controller.forget(sequence.id)
+        self._unopened.pop(sequence.id, None)
+        with self._later:
+            self.drafter_peak_bytes = max(self.drafter_peak_bytes, held_bytes(self.drafter))
+        with self._later:
+            ask(self.drafter, self.drafter.close, sequence.id)
+        with self._later:
+            ask(self.controller, self.controller.forget, sequence.id)
         self._reader.close(sequence)
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left."""
         while self.has_work:
-            yield from self.step()
+            yield from self.turn()
 
-    def abandon(self, only: Items[int] | None = None) -> None:
+    def abandon(self, only: Collection[int] | None = None) -> None:
         """Forget every request, or these, wherever they are; who still holds one sees it cancelled."""
         for sequence in list(self._scheduler):
             if only is None or sequence.id in only:
                 if not sequence.finished:
                     sequence.cancel()
                 self._retire(sequence)
+        self._later.tell()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -364,10 +385,13 @@ class Engine:
         self._closed = True
         self._reader.limit(0)
         try:
-            self.abandon()
-            self.drafter.shutdown()
+            with self._later:
+                self.abandon()
+            with self._later:
+                ask(self.drafter, self.drafter.shutdown)
         finally:
             self.runner.close()
+        self._later.tell()
 
     def __enter__(self) -> Engine:
         return self

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from numbers import Integral
+from operator import index
+from typing import Any, SupportsIndex, cast
 
 from slipstream.core.params import SamplingParams
 from slipstream.errors import CapacityError, ParameterError
@@ -18,12 +20,14 @@ def is_single(prompts: object) -> bool:
     if not isinstance(prompts, Sequence):
         raise ParameterError(f"a prompt is text, token ids or a chat, not {type(prompts).__name__}")
     return len(prompts) > 0 and all(
-        isinstance(p, (int, Mapping)) and not isinstance(p, bool) for p in prompts
+        isinstance(p, (int, Integral, Mapping)) and not isinstance(p, bool) for p in prompts
     )
 
 
 def encode(tokenizer: Any, prompt: Prompt, **template_options: Any) -> list[int]:
     """Token ids of one prompt. Text is taken as it is; a chat goes through the model's template."""
+    if not isinstance(prompt, Sequence):
+        raise ParameterError(f"a prompt is text, token ids or a chat, not {type(prompt).__name__}")
     if isinstance(prompt, str):
         if not prompt:
             raise ParameterError("the prompt is empty; give some text")
@@ -35,7 +39,18 @@ def encode(tokenizer: Any, prompt: Prompt, **template_options: Any) -> list[int]
         raise ParameterError("the prompt is empty; give at least one token or message")
     if isinstance(prompt[0], Mapping):
         return chat_ids(tokenizer, cast("Sequence[Mapping[str, Any]]", prompt), **template_options)
-    return [int(t) for t in cast("Sequence[int]", prompt)]
+    return [_token_id(t) for t in prompt]
+
+
+def _token_id(value: object) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return index(cast("SupportsIndex", value))
+    except TypeError:
+        raise ParameterError(
+            f"prompt token {value!r} is {type(value).__name__}, not a whole number"
+        ) from None
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> list[int]:
@@ -73,8 +88,15 @@ def check_request(
 
     vocab_size: rows of the model's embedding. has_text: whether tokens can be decoded, as stop strings need.
     """
+    if not isinstance(params, SamplingParams):
+        raise ParameterError(f"params must be SamplingParams, not {type(params).__name__}")
+    if not isinstance(prompt, Sequence):
+        raise ParameterError(f"a prompt is a list of token ids, not {type(prompt).__name__}")
     if not prompt:
         raise ParameterError("the prompt is empty; give at least one token")
+    if {*map(type, prompt)} != {int}:
+        for token in prompt:
+            _token_id(token)
     bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
     if bad is not None:
         raise ParameterError(f"prompt token {bad} is outside the model's vocabulary of {vocab_size}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from functools import partial
 
+from slipstream.core.ask import ask_needs
 from slipstream.core.draft import Drafter, Needs, Observation
 from slipstream.core.sequence import Sequence
 from slipstream.core.stats import PrefixCounts
@@ -81,7 +82,7 @@ class PromptReader:
 
     def _found(self, drafter: Drafter, sequence: Sequence, start: int, pieces: Items[Piece]) -> int | None:
         """How much of a prompt is there, `start` of it by itself; None if more will be after this step."""
-        limit = self._limit(sequence, drafter.needs_of(sequence.id))
+        limit = self._limit(sequence, ask_needs(drafter, sequence.id))
         if start >= limit or (sequence.group is None and not self._prefixes.limit):
             return start
         blocks = self._prefixes.find(sequence.prompt, limit)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from slipstream.control import Controller
+from slipstream.core.ask import shut_down
 from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import Event, FinishReason, TokenLogprob
@@ -21,7 +22,7 @@ from slipstream.drafters import build_drafter
 from slipstream.drafters.base import TargetInfo
 from slipstream.engine.engine import Engine
 from slipstream.engine.inputs import Prompt, encode, is_single
-from slipstream.errors import ParameterError
+from slipstream.errors import ParameterError, SlipstreamError
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Session:
         self.info = info
         self.defaults = defaults
         self._built: list[Drafter] = [engine.drafter]
-        self._streams: dict[int, deque[Event]] = {}  # what open streams have not given yet, by sequence
+        # What open streams have not given yet, by sequence.
+        self._streams: dict[int, deque[Event | Exception]] = {}
 
     # -- drafters -------------------------------------------------------------------------------
 
@@ -129,19 +131,34 @@ class Session:
         told = self._streams[row.id] = deque()
         try:
             while told or not row.finished:
+                if not told:
+                    try:
+                        self._step(row.id)
+                    except Exception as error:  # what this stream was given in that step comes first
+                        told.append(error)
                 if told:
-                    yield told.popleft()
-                else:
-                    self._step()
+                    item = told.popleft()
+                    if isinstance(item, Exception):
+                        raise item
+                    yield item
         finally:
             del self._streams[row.id]
             self.cancel([row])
 
-    def _step(self) -> None:
-        """One step; open streams get what is theirs, whoever asked for the step."""
-        for event in self.engine.step():
-            if event.seq_id in self._streams:
-                self._streams[event.seq_id].append(event)
+    def _step(self, mine: int | None = None) -> None:
+        """One step; open streams get what is theirs, whoever asked for the step (stream `mine`, or none). An
+        error of other streams alone ends these, and waits for them."""
+        try:
+            for event in self.engine.turn():
+                if event.seq_id in self._streams:
+                    self._streams[event.seq_id].append(event)
+        except SlipstreamError as error:
+            theirs = error.seq_ids or frozenset()
+            if not theirs or mine in theirs or not theirs <= self._streams.keys():
+                raise
+            self.engine.abandon(theirs)
+            for seq_id in theirs:
+                self._streams[seq_id].append(error)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, **template: Any) -> list[Row]:
         """Queue one prompt and give its n live sequences, for callers that drive `engine.step` themselves."""
@@ -159,6 +176,13 @@ class Session:
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.defaults] * count
+        odd: object = params
+        if isinstance(params, (list, tuple)):
+            odd = next((one for one in params if not isinstance(one, SamplingParams)), None)
+        if odd is not None:
+            raise ParameterError(
+                f"params must be SamplingParams, or a list with one for each prompt, not {type(odd).__name__}"
+            )
         if len(params) != count:
             raise ParameterError(
                 f"{count} prompts need {count} parameters (or one for all), not {len(params)}"
@@ -202,11 +226,12 @@ class Session:
 
     def close(self) -> None:
         """Free models, caches and drafters."""
-        for drafter in self._built:
-            if drafter is not self.engine.drafter:
-                drafter.shutdown()
+        others = [drafter for drafter in self._built if drafter is not self.engine.drafter]
         self._built.clear()
-        self.engine.close()
+        try:
+            shut_down(others)
+        finally:
+            self.engine.close()
 
     def __enter__(self) -> Session:
         return self

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 from slipstream.export.engines import Engine, parse_engine
 
@@ -121,7 +121,7 @@ def make_plan(**values: Any) -> DeployPlan:
 def read_plan(file: Path, **changes: Any) -> DeployPlan:
     """A plan from a JSON file; `changes` win over the file."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = jsontext.parse(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ParameterError(f"the plan {file} cannot be read ({error.strerror})") from error
     except ValueError as error:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 
 Version = tuple[int, ...]
@@ -184,7 +185,7 @@ def model_config(name: Any) -> dict[str, Any] | None:
         return None
     file = Path(name).expanduser() / "config.json"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = jsontext.parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     if not isinstance(found, dict):

@@ -60,6 +60,13 @@ def lint(
     for, where the text does not say. draft: the draft model that repairs may fill in. Folders are looked
     into; names of the hub are not fetched. Raises ParameterError for text that cannot be read.
     """
+    try:
+        return _lint(text, engine, target, draft, repair)
+    except (RecursionError, MemoryError):  # parsers of Python give up with the latter
+        raise ParameterError("the configuration is nested too deeply to be read") from None
+
+
+def _lint(text: str, engine: str | None, target: str | None, draft: str | None, repair: bool) -> Report:
     document = read(text, engine.partition("==")[0] if engine else "vllm")
     named = parse_engine(engine or document.engine or "vllm")
     if document.engine and document.engine.partition("==")[0] != named.name:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 
 SPECULATIVE = "speculative_config"
@@ -184,7 +185,7 @@ def _word(value: Any) -> str:
 
 def _same_json(text: str, value: Any) -> bool:
     try:
-        found = json.loads(text)
+        found = jsontext.parse(text)
     except ValueError:
         return False
     return isinstance(found, dict) and {k.replace("-", "_"): v for k, v in found.items()} == value

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 from slipstream.export import lint_command, lint_python
 from slipstream.export.lint_command import SPECULATIVE, Command
@@ -119,7 +120,7 @@ def parse_json(value: Any, where: str) -> tuple[dict[str, Any], Damage | None]:
     if isinstance(value, dict):
         return {_name(k): v for k, v in value.items()}, None
     try:
-        found, repaired = json.loads(value), None
+        found, repaired = jsontext.parse(value), None
     except (ValueError, TypeError) as error:
         found = _loose(str(value).strip())
         if found is None:
@@ -156,7 +157,7 @@ def _name(key: Any) -> str:
 
 def _scalar(text: Any) -> Any:
     try:
-        return json.loads(text)
+        return jsontext.parse(text)
     except (ValueError, TypeError):
         return text
 
@@ -167,7 +168,7 @@ def _scalar(text: Any) -> Any:
 def _json(text: str) -> tuple[dict[str, Any], Callable[[Any], str], list[Damage]]:
     found, repaired = None, list[Damage]()
     try:
-        found = json.loads(text)
+        found = jsontext.parse(text)
     except ValueError as error:
         try:
             found = ast.literal_eval(text)

@@ -117,7 +117,7 @@ def _decode(
     token there is no padding, so transformers lets ended rows go on until the last one ends, and so do we.
     """
     while engine.has_work:
-        for event in engine.step():
+        for event in engine.turn():
             row = rows[event.seq_id]
             for token in event.tokens:
                 ended = row.end is not None

@@ -6,14 +6,17 @@ of each tensor, then the data. So a cut file is found from its first bytes and i
 
 from __future__ import annotations
 
-import json
 import math
+import re
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import ModelError
+from slipstream.model.generation import GENERATION
 from slipstream.model.store import read_json, reading_errors
 
 _WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -22,6 +25,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEADER_LIMIT = 100_000_000  # the format's own
+_LAYER = re.compile(r"(.*?)\.(\d+)\.(.+)")  # layers.24.mlp.up_proj.weight
+_AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ def inspect(folder: Path) -> Checkpoint:
         )
         raise ModelError(f"{folder} has no config.json, so it is not a model folder: {hint}")
     config = read_json(folder / "config.json")
-    generation = read_json(folder / "generation_config.json") if "generation_config.json" in names else {}
+    generation = read_json(folder / GENERATION) if GENERATION in names else {}
     if not isinstance(config.get("model_type"), str):
         raise ModelError(
             f"{folder / 'config.json'} names no model_type: fetch the file again from where it came"
@@ -146,7 +151,7 @@ def read_header(path: Path) -> dict[str, Any]:
                 raise ModelError(f"{damaged} (no header): delete it and fetch it again")
             raw = file.read(size)
     try:
-        header = json.loads(raw)
+        header = jsontext.parse(raw)
         header.pop("__metadata__", None)
         end = 0
         for tensor in header.values():
@@ -162,3 +167,28 @@ def read_header(path: Path) -> dict[str, Any]:
             f"{damaged} ({length} bytes, should be {8 + size + end}): delete it and fetch it again"
         )
     return dict(header)
+
+
+def surplus_layers(
+    unused: Iterable[str], own: Iterable[str], prefix: str, config: Mapping[str, Any]
+) -> list[str]:
+    """Tensors of layers like those that the model has, but beyond its last: the config counts too few.
+
+    unused: tensors that are stored and not the model's; own: the model's; prefix: that of its base model,
+    which a checkpoint may leave out. Layers that predict several tokens ahead lie behind the last one in some
+    families, whose configs count them apart. Everything else that is unused is some other part's.
+    """
+    last: dict[tuple[str, str], int] = {}
+    for place, number in filter(None, (_numbered(name, prefix) for name in own)):
+        last[place] = max(number, last.get(place, -1))
+    nested = config.get("text_config")
+    counts = [values.get(name) for values in (config, nested or {}) for name in _AHEAD]
+    ahead = max((n for n in counts if isinstance(n, int)), default=0)
+    found = ((name, _numbered(name, prefix)) for name in unused)
+    return sorted(n for n, at in found if at is not None and at[1] > last.get(at[0], at[1]) + ahead)
+
+
+def _numbered(name: str, prefix: str) -> tuple[tuple[str, str], int] | None:
+    """What stands before and behind the first number in a tensor's name, and the number."""
+    match = _LAYER.fullmatch(name.removeprefix(f"{prefix}."))
+    return None if match is None else ((match[1], match[3]), int(match[2]))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import CapacityError, ParameterError
 from slipstream.model.progress import size
 from slipstream.model.store import free_bytes as free_bytes
@@ -66,7 +67,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 break
             try:
-                value = json.loads(line)
+                value = jsontext.parse(line)
             except ValueError as error:
                 raise ParameterError(
                     f"{path}, line {number}: damaged ({error}): delete that line and run again"

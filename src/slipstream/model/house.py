@@ -6,10 +6,10 @@ which kind it is and for which target.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from slipstream.core import jsontext
 from slipstream.errors import DrafterError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def _notes() -> Iterator[tuple[Path, dict[str, object]]]:
             if file.parent.name == TARGET:
                 continue
             try:
-                note = json.loads(file.read_text(encoding="utf-8"))
+                note = jsontext.parse(file.read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 continue
             if isinstance(note, dict):

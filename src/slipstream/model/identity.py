@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from slipstream.errors import ParameterError
+from slipstream.model.embedding import Int8Embedding
+from slipstream.model.int8 import Int8Linear
 from slipstream.model.packed import PackedLinear
 from slipstream.model.parts import ModelParts
 from slipstream.version import __version__
@@ -39,13 +41,18 @@ def identity(model: Any, tokenizer: Any, name: str) -> dict[str, Any]:
 
 def weights_hash(model: torch.nn.Module) -> str:
     """Over evenly spaced numbers of every weight, as bfloat16: the same whether the model is packed or
-    not, and in any dtype that its bfloat16 checkpoint is loaded as."""
+    not, and in any dtype that its bfloat16 checkpoint is loaded as. An int8 model is another one: its whole
+    numbers and scales count."""
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
             found[f"{path}.{name}"] = _sample(weight.detach())
         if isinstance(module, PackedLinear):
             found[f"{path}.weight"] = _sample(module.dense())
+        elif isinstance(module, (Int8Linear, Int8Embedding)):
+            numbers = module.stored() if isinstance(module, Int8Linear) else module.table
+            found[f"{path}.weight"] = _sample(numbers)
+            found[f"{path}.scales"] = _sample(module.scales.view(torch.bfloat16))  # all bits of float32
     digest = hashlib.blake2b(digest_size=16)
     for name, sample in sorted(found.items()):
         digest.update(name.encode())

@@ -59,10 +59,14 @@ class Int8Linear(KernelLinear):
     def weight_bytes(self) -> int:
         return self.in_features * self.out_features
 
+    def stored(self) -> torch.Tensor:
+        """The weight's whole numbers, int8 [out, in], a copy."""
+        dense: torch.Tensor = self.packed.to_dense()  # [in, out], the kernel's own order
+        return dense.t()
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """These rows of the weight, as the product sees them, float32 [n, in]."""
-        dense: torch.Tensor = self.packed.to_dense()  # [in, out], the kernel's own order
-        return dense.t()[ids].float() * self.scales[ids, None]
+        return self.stored()[ids].float() * self.scales[ids, None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         quantised, row = quantise_input(x) if self.shared is None else self.shared.quantise(x)

@@ -16,7 +16,7 @@ from slipstream.core.precision import check_precision
 from slipstream.errors import CapacityError, ModelError, ParameterError, SlipstreamError
 from slipstream.model import memory
 from slipstream.model.catalogue import CATALOGUE, CatalogueModel, close_names, find
-from slipstream.model.checkpoint import inspect
+from slipstream.model.checkpoint import inspect, surplus_layers
 from slipstream.model.convert import convert_gguf, converted, converted_folder
 from slipstream.model.download import fetch_gguf
 from slipstream.model.generation import GenerationDefaults, generation_defaults
@@ -192,7 +192,7 @@ def load(
         model=model,
         tokenizer=tokenizer,
         generation_config=generation_defaults(
-            checkpoint.generation, checkpoint.config, tokenizer.eos_token_id
+            checkpoint.generation, checkpoint.config, tokenizer.eos_token_id, path
         ),
         name=_name(spec, path),
         path=path,
@@ -256,6 +256,15 @@ def _from_pretrained(
         raise ModelError(
             f"{spec} lacks the weight {first} ({count} in all): the files in {path} are not those of this "
             "model, fetch it again"
+        )
+    surplus = surplus_layers(
+        info["unexpected_keys"], model.state_dict(), model.base_model_prefix, model.config.to_dict()
+    )
+    if surplus:
+        raise ModelError(
+            f"{spec} stores layers that its config.json does not count ({len(surplus)} tensors, as "
+            f"{surplus[0]}): without them it is another model; fetch config.json again, or take these "
+            f"tensors out of the files in {path}"
         )
     return model, tokenizer
 

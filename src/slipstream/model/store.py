@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 import filelock
 import platformdirs
 
+from slipstream.core import jsontext
 from slipstream.errors import CapacityError, ModelError
 from slipstream.model.progress import Progress, size
 
@@ -96,6 +98,13 @@ def reading_errors(where: Path | str) -> Iterator[None]:
         ) from error
 
 
+def try_writing(folder: Path) -> None:
+    """Makes the folder, and a file in it that is gone again. OSError where that cannot be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def free_bytes(at: Path) -> int:
     """Of the disk that holds `at`, which need not exist yet."""
     there = at.absolute()
@@ -139,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
     with reading_errors(path):
         raw = path.read_bytes()
     try:
-        value = json.loads(raw)
+        value = jsontext.parse(raw)
     except ValueError as error:
         raise ModelError(
             f"{path} is not valid JSON ({error}): the file is damaged, fetch it again"
@@ -164,7 +173,7 @@ def manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a complete folder, or None: missing, damaged, or a file of it is not as it was
     written."""
     try:
-        value = json.loads((folder / MANIFEST).read_bytes())
+        value = jsontext.parse((folder / MANIFEST).read_bytes())
         if value["format"] != FORMAT:
             return None
         whole = all((folder / name).stat().st_size == length for name, length in value["files"].items())
@@ -191,7 +200,7 @@ def file_digest(path: Path, store: Store, progress: Progress) -> str:
     key = f"{found}\n{status.st_size}\n{status.st_mtime_ns}"
     note = store.root / "digests" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     try:
-        kept = json.loads(note.read_bytes())
+        kept = jsontext.parse(note.read_bytes())
         if kept["key"] == key and len(kept["sha256"]) == 64:
             return str(kept["sha256"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 
 Message = Mapping[str, str]
@@ -183,7 +184,7 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterator[Row]:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return jsontext.parse(text)
     except ValueError as error:
         raise ParameterError(f"{where}: not valid JSON ({error}): mend or delete it") from None
 

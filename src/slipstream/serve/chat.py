@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.engine.inputs import Prompt, encode
 from slipstream.errors import SlipstreamError
 from slipstream.serve.errors import ApiError, refused, unsupported
@@ -127,8 +128,8 @@ class Prompts:
         """Templates write arguments out as JSON themselves, so they want the object."""
         name = f"messages[{index}].tool_calls"
         try:
-            value = json.loads(function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
+            value = jsontext.parse(function.arguments or "{}")
+        except ValueError as error:
             raise ApiError(400, f"{name}: arguments must be JSON", param="messages") from error
         check_json(name, value, self._limits)
         return {"name": function.name, "arguments": value}

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.control import Controller, RowOutcome, RowState
+from slipstream.core.ask import Later, ask, ask_drafts, ask_plan, shut_down
 from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest, Needs, Observation
 from slipstream.drafters.base import empty_draft
-from slipstream.errors import ParameterError
+from slipstream.errors import ParameterError, met_by
 
 PLAIN = "none"
 
@@ -89,7 +90,8 @@ class Router(Drafter):
     def open(self, seq_id: int, prompt: Sequence[int]) -> None:
         route = self.route(seq_id)
         route.opened = self._clock()
-        self.parts[route.name].open(seq_id, prompt)
+        part = self.parts[route.name]
+        ask(part, part.open, seq_id, prompt)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts: dict[int, Draft] = {}
@@ -98,7 +100,9 @@ class Router(Drafter):
             if part.needs.reads_prompt:  # the first token must not wait until the prompt is read
                 asked = [r for r in asked if len(r.tokens) > r.prompt_length]
             if asked:
-                for request, draft in zip(asked, part.propose(asked), strict=True):
+                with met_by(*(r.seq_id for r in asked)):
+                    given = ask_drafts(part, asked)
+                for request, draft in zip(asked, given, strict=True):
                     drafts[request.seq_id] = replace(draft, source=draft.source or name)
         return [drafts.get(r.seq_id) or empty_draft(r) for r in requests]
 
@@ -108,23 +112,27 @@ class Router(Drafter):
             if route.traced and seen.draft is not None:
                 tree = seen.draft.tree
                 route.steps.append(Step(tree.tokens, tree.parents, seen.accepted, seen.draft.source))
+        later = Later()
         for name, part in self.parts.items():
             theirs = [o.only(part.needs) for o in observations if self.route(o.seq_id).name == name]
             if theirs:
-                part.observe(theirs)
+                with later, met_by(*(o.seq_id for o in theirs)):
+                    ask(part, part.observe, theirs)
+        later.tell()
 
     def close(self, seq_id: int) -> None:
         route = self._routes.pop(seq_id, None)
         if route is not None:
-            self.parts[route.name].close(seq_id)
+            part = self.parts[route.name]
+            with met_by(seq_id):
+                ask(part, part.close, seq_id)
 
     @property
     def memory_bytes(self) -> int:
         return sum(part.memory_bytes for part in self.parts.values())
 
     def shutdown(self) -> None:
-        for part in self.parts.values():
-            part.shutdown()
+        shut_down(self.parts.values())
 
 
 class RoutedController(Controller):
@@ -145,19 +153,25 @@ class RoutedController(Controller):
         for name, controller in self._controllers.items():
             own = [r for r in rows if r.seq_id not in budgets and self._router.route(r.seq_id).name == name]
             if own:
-                budgets |= dict(zip((r.seq_id for r in own), controller.plan(own), strict=True))
+                budgets |= dict(zip((r.seq_id for r in own), ask_plan(controller, own), strict=True))
         return [budgets.get(row.seq_id) or Budget() for row in rows]
 
     def record(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+        later = Later()
         for name, controller in self._controllers.items():
             routes = ((o, self._router.route(o.seq_id)) for o in outcomes)
             own = [o for o, route in routes if route.length is None and route.name == name]
             if own:
-                controller.record(own, seconds)
+                with later, met_by(*(o.seq_id for o in own)):
+                    ask(controller, controller.record, own, seconds)
+        later.tell()
 
     def forget(self, seq_id: int) -> None:
+        later = Later()
         for controller in self._controllers.values():
-            controller.forget(seq_id)
+            with later:
+                ask(controller, controller.forget, seq_id)
+        later.tell()
 
 
 class JointController(Controller):
@@ -175,10 +189,10 @@ class JointController(Controller):
     def plan(self, rows: Sequence[RowState]) -> list[Budget]:
         router = self._router
         told = [replace(r, drafter=router.route(r.seq_id).name, fixed=router.fixed(r.seq_id)) for r in rows]
-        return self._controller.plan(told)
+        return ask_plan(self._controller, told)
 
     def record(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
-        self._controller.record(outcomes, seconds)
+        ask(self._controller, self._controller.record, outcomes, seconds)
 
     def forget(self, seq_id: int) -> None:
-        self._controller.forget(seq_id)
+        ask(self._controller, self._controller.forget, seq_id)

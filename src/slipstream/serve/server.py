@@ -14,6 +14,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from slipstream.core import jsontext
 from slipstream.serve.app import create_app
 from slipstream.serve.binding import LOOPBACK, Binding
 from slipstream.serve.guard import Guard
@@ -85,7 +86,7 @@ class JsonLines(logging.Formatter):
         facts: dict[str, object] = {"time": stamp, "level": record.levelname.lower(), "logger": record.name}
         text = record.getMessage()
         try:
-            value = json.loads(text)
+            value = jsontext.parse(text)
         except ValueError:
             value = None
         facts |= value if isinstance(value, dict) else {"message": text}

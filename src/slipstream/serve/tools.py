@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.core.params import GrammarSpec
 from slipstream.errors import ParameterError
 from slipstream.serve.errors import unsupported
@@ -134,8 +135,8 @@ class CallReader:
 
     def _read(self, text: str) -> list[Call]:
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
+            value = jsontext.parse(text)
+        except ValueError:
             return []
         given = value if self._form.many and isinstance(value, list) else [value]
         calls = [self._call(one) for one in given]

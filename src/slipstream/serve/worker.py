@@ -20,7 +20,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import Event
 from slipstream.core.sequence import Sequence as Row
 from slipstream.engine.session import Session
-from slipstream.errors import SlipstreamError
+from slipstream.errors import DrafterError, SlipstreamError
 from slipstream.serve.errors import ApiError, closing, failed, overloaded, refused, timed_out
 from slipstream.serve.limits import Limits
 from slipstream.serve.metrics import Metrics
@@ -270,17 +270,20 @@ class Worker:
 
     def _step(self) -> None:
         began = self._clock()
+        failure: Exception | None = None
         try:
             events = self._engine.step()
         except Exception as error:
-            self._fail(error)
-            return
+            events, failure = self._engine.untold(), error
         now = self._clock()
-        self.metrics.stepped(self._engine, now - began)
+        if failure is None or events:
+            self.metrics.stepped(self._engine, now - began)
         owners = {a.row.id: (t, i) for t in self._tickets for i, a in enumerate(t.answers)}
         for event in events:
             if event.seq_id in owners:
                 self._deliver(*owners[event.seq_id], event, now)
+        if failure is not None:
+            self._fail(failure)
 
     def _deliver(self, ticket: Ticket, index: int, event: Event, now: float) -> None:
         answer = ticket.answers[index]
@@ -299,12 +302,15 @@ class Worker:
                 self._end(ticket, Done())
 
     def _fail(self, error: Exception) -> None:
-        """End the request a step stumbled over, or all that were in the step."""
-        seq_id = error.seq_id if isinstance(error, SlipstreamError) else None
-        if seq_id is None:
+        """End the requests a step stumbled over, or all that were in the step; what they got is theirs."""
+        broken = error.seq_ids if isinstance(error, SlipstreamError) else None
+        if isinstance(error, SlipstreamError) and broken and not isinstance(error, DrafterError):
+            reason = refused(error)
+        else:  # a mistake of the server's, not of a request
             log.error("a step failed", exc_info=error)
-        broken = set(self._engine.load.admitted) if seq_id is None else {seq_id}
-        reason = refused(error) if isinstance(error, SlipstreamError) and seq_id is not None else failed()
+            reason = failed()
+        if broken is None:
+            broken = frozenset(self._engine.load.admitted)
         for ticket in list(self._tickets):
             if any(a.row.id in broken for a in ticket.answers):
                 self._end(ticket, Failed(reason))

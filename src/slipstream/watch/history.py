@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 from slipstream.watch.rates import Rates
 
@@ -32,7 +33,7 @@ def read(file: Path) -> list[dict[str, Any]]:
         raise ParameterError(f"the history {file} cannot be read ({error.strerror})") from error
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            found.append(jsontext.parse(line))
         except ValueError as error:
             raise ParameterError(f"line {number} of {file} is damaged ({error}): remove it") from error
     return found
