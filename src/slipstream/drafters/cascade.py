@@ -132,6 +132,10 @@ class CascadeDrafter(Drafter):
         for part in self.parts:
             part.close(seq_id)
 
+    def keep_prefixes(self, tokens: int) -> None:
+        for part in self.parts:
+            part.keep_prefixes(tokens)
+
     @property
     def memory_bytes(self) -> int:
         return sum(part.memory_bytes for part in self.parts)

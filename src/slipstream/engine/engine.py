@@ -93,7 +93,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._next_id = 0
         self._closed = False
-        self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
+        self.drafter = self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
         self.set_drafter(drafter, controller)
         self.limit_prefixes(prefix_tokens)
 
@@ -108,6 +108,8 @@ class Engine:
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
         drafter = drafter or self._plain
+        if drafter is not self.drafter:
+            self.drafter.keep_prefixes(0)
         built = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
         self.runner.tap(drafter.needs)
         self.drafter, self.controller = drafter, built
@@ -166,6 +168,7 @@ class Engine:
         if tokens < 0:
             raise ParameterError(f"prefix_tokens must be 0 or more, not {tokens}")
         self._reader.limit(tokens)
+        self._reader.make_room(self.drafter)
 
     @property
     def prefix_counts(self) -> PrefixCounts:
@@ -338,6 +341,7 @@ class Engine:
         """Free everything the sequence holds, at once; its keys may be kept for later prompts."""
         self._scheduler.retire(sequence)
         self._pipelines.pop(sequence.id, None)
+        self._reader.make_room(self.drafter)
         self.drafter_peak_bytes = max(self.drafter_peak_bytes, self.drafter.memory_bytes)
         self.drafter.close(sequence.id)
         self.controller.forget(sequence.id)

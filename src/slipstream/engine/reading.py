@@ -12,14 +12,12 @@ from functools import partial
 from slipstream.core.draft import Drafter, Needs, Observation
 from slipstream.core.sequence import Sequence
 from slipstream.core.stats import PrefixCounts
-from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.scheduler import Piece, Scheduler
 from slipstream.model.cache import columns
 from slipstream.model.cuts import cuts_agree
 from slipstream.model.pack import PackRow
+from slipstream.model.prefix import BLOCK, PrefixCache
 from slipstream.model.runner import Runner
-
-BLOCK = 32  # tokens: on average half of them are read again
 
 
 class PromptReader:
@@ -61,7 +59,7 @@ class PromptReader:
     def step(self, drafter: Drafter) -> list[Observation]:
         """One chunk's worth of prompts. Drafters are told of what was computed, not of what was found."""
         due = self._scheduler.chunks(partial(self._found, drafter))
-        self._prefixes.shrink(self._room())
+        self.make_room(drafter)
         for sequence, start, end in due:
             if start == end:
                 self._scheduler.read(sequence, end)
@@ -78,6 +76,12 @@ class PromptReader:
             tokens, after = sequence.prompt[start:end], sequence.prompt[end]
             observations.append(Observation(sequence.id, start, tokens, features, next_token=after))
         return observations
+
+    def make_room(self, drafter: Drafter) -> None:
+        """Nothing is kept, here or by the drafter, that the sequences need."""
+        room = self._room()
+        self._prefixes.shrink(room)
+        drafter.keep_prefixes(max(min(self._prefixes.limit, room), 0))
 
     def _found(self, drafter: Drafter, sequence: Sequence, start: int, pieces: Items[Piece]) -> int | None:
         """How much of a prompt is there, `start` of it by itself; None if more will be after this step."""

@@ -110,6 +110,9 @@ class Router(Drafter):
         if route is not None:
             self.parts[route.name].close(seq_id)
 
+    def keep_prefixes(self, tokens: int) -> None:
+        self.parts[self.default].keep_prefixes(tokens)  # the memory of a token was measured with its caches
+
     @property
     def memory_bytes(self) -> int:
         return sum(part.memory_bytes for part in self.parts.values())
