@@ -21,12 +21,13 @@ from slipstream.testing.tiny import tiny_model
 
 VOCAB = 48
 START = tuple((5 * i + i // 7) % VOCAB for i in range(3 * BLOCK))
-PARAMS = SamplingParams(max_tokens=BLOCK + 8, temperature=0.8)
+PARAMS = SamplingParams(max_tokens=BLOCK + 8)
 REQUESTS = [Request((*START, *range(i)), PARAMS, i) for i in range(1, 5)]
 
 
 def model_drafter(width: int = 1) -> ModelDrafter:
-    model = tiny_model("llama", vocab_size=VOCAB, layers=1, seed=4)
+    """Has the target's weights, so it is right as long as its keys are."""
+    model = tiny_model("llama", vocab_size=VOCAB, layers=1, seed=2)
     config = DraftModelConfig("tiny", 3, width=width)
     return ModelDrafter(config, TargetInfo(VOCAB, 2048), Runner(model, pack=False))
 
@@ -84,10 +85,11 @@ def test_wrong_keys_would_draft_worse(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fault(self: SlotCache, slot: int, ranges: Any) -> Any:
         parts = release(self, slot, ranges)
-        return parts[::-1]
+        return parts[::-1] if self is drafter.runner.cache else parts
 
     monkeypatch.setattr(SlotCache, "release", fault)
-    assert one_by_one(engine_for(drafter, prefix_tokens=1000), drafter)[2] != counts
+    worse = one_by_one(engine_for(drafter, prefix_tokens=1000), drafter)[2]
+    assert worse.accepted_tokens < counts.accepted_tokens
 
 
 def test_an_engine_gives_up_what_another_drafter_kept() -> None:
