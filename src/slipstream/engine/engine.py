@@ -93,7 +93,8 @@ class Engine:
         self._cancelled: set[int] = set()
         self._next_id = 0
         self._closed = False
-        self.drafter = self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
+        self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
+        self.drafter: Drafter = self._plain
         self.set_drafter(drafter, controller)
         self.limit_prefixes(prefix_tokens)
 
@@ -108,10 +109,10 @@ class Engine:
         if self.has_work:
             raise ParameterError("the drafter cannot be changed while requests are running")
         drafter = drafter or self._plain
-        if drafter is not self.drafter:
-            self.drafter.keep_prefixes(0)
         built = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
         self.runner.tap(drafter.needs)
+        if drafter is not self.drafter:
+            self.drafter.keep_prefixes(0)
         self.drafter, self.controller = drafter, built
         self.drafter_peak_bytes = 0  # the most it has held when a sequence ended: until then rows only grow
 
