@@ -74,6 +74,9 @@ class Clumsy(FunctionDrafter):
     def close(self, seq_id: int) -> None:
         self._called("close")
 
+    def keep_prefixes(self, tokens: int) -> None:
+        self._called("keep_prefixes")
+
     @property
     def memory_bytes(self) -> int:
         self._called("memory_bytes")
@@ -129,7 +132,7 @@ def add_all(engine: Engine) -> list[int]:
     return [engine.add(r.prompt, r.params, seed=r.seed) for r in REQUESTS]
 
 
-@pytest.mark.parametrize("where", ["propose", "observe", "close", "memory_bytes"])
+@pytest.mark.parametrize("where", ["propose", "observe", "close", "keep_prefixes", "memory_bytes"])
 @pytest.mark.parametrize("every", [2, 3])
 def test_no_token_is_lost_with_the_step_of_a_drafter_that_fails(where: str, every: int) -> None:
     engine = Engine(target(), Clumsy(where, lambda call: call % every == 0), max_rows=2)
@@ -142,9 +145,10 @@ def test_no_token_is_lost_with_the_step_of_a_drafter_that_fails(where: str, ever
         assert "(test_outside.py, line " in str(fault) and isinstance(fault.__cause__, IndexError)
 
 
-@pytest.mark.parametrize("where", ["observe", "close"])
+@pytest.mark.parametrize("where", ["observe", "close", "keep_prefixes"])
 def test_what_fails_every_time_still_costs_no_token(where: str) -> None:
-    engine = Engine(target(), Clumsy(where), max_rows=2)
+    drafter = Clumsy(where, lambda call: where != "keep_prefixes" or call > 1)  # an engine begins with a call
+    engine = Engine(target(), drafter, max_rows=2)
     ids = add_all(engine)
     events, faults = finish(engine)
     assert_whole(engine, ids, events)
@@ -190,6 +194,13 @@ def test_a_row_that_cannot_be_opened_is_told_and_the_others_go_on() -> None:
         expected()[2],
     ]
     assert len(engine.runner.cache) == 0 and not engine.has_work
+
+
+def test_another_drafter_is_set_whatever_the_one_before_it_says_to_that() -> None:
+    engine = Engine(target(), Clumsy("keep_prefixes", lambda call: call > 1))
+    with pytest.raises(DrafterError, match="failed in keep_prefixes"):
+        engine.set_drafter(FunctionDrafter(nothing))
+    assert run_all(engine, REQUESTS) == expected()
 
 
 def test_abandoning_and_closing_free_everything_whatever_fails() -> None:

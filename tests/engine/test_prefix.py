@@ -9,9 +9,9 @@ import torch
 
 from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import Sequence as Row
-from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.scheduler import Scheduler
 from slipstream.model.cache import SlotCache
+from slipstream.model.prefix import PrefixCache
 
 SIZE = 4
 

@@ -17,12 +17,12 @@ from slipstream.core.sequence import Sequence as Row
 from slipstream.drafters.base import Draft
 from slipstream.engine import reading
 from slipstream.engine.engine import Engine
-from slipstream.engine.prefix import PrefixCache
-from slipstream.engine.reading import BLOCK, PromptReader
+from slipstream.engine.reading import PromptReader
 from slipstream.errors import DrafterError, ParameterError
 from slipstream.model.cache import Columns, SlotCache, cut
 from slipstream.model.cuts import cuts_agree
 from slipstream.model.packed import can_pack
+from slipstream.model.prefix import BLOCK, PrefixCache
 from slipstream.model.runner import Output, Runner
 from slipstream.testing.adversaries import (
     FunctionDrafter,

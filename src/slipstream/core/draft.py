@@ -237,6 +237,12 @@ class Drafter(ABC):
     def close(self, seq_id: int) -> None:  # noqa: B027
         """The row is finished or cancelled; free what it held. Unknown ids are ignored."""
 
+    def keep_prefixes(self, tokens: int) -> None:  # noqa: B027
+        """Keep no more than so many cached tokens of closed rows, for rows that begin alike; 0 to begin with.
+
+        Told before each step and before a row is closed, as the room changes.
+        """
+
     @classmethod
     def predict_memory(cls, config: Any, target: Any) -> MemoryEstimate:
         """What a drafter of this config (of `Config`) will hold, told before anything is loaded.

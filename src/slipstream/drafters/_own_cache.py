@@ -3,6 +3,9 @@
 Its length is the only state: before drafting a row it rolls back to where cached and committed tokens part
 and reads what is missing. Drafted tokens that were accepted are there already, behind the length, so nobody
 else may compute in these slots between two drafts.
+
+What a closed row held may be kept for rows that begin alike: up to what a tree had moved, so that drafts stay
+what they were.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass, field
 
 from slipstream.drafters._growth import Growth
 from slipstream.drafters._model_growth import Reading
+from slipstream.model.prefix import BLOCK, PrefixCache
 from slipstream.model.runner import CHUNK, Runner
 
 
@@ -35,6 +39,17 @@ class OwnCache:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._rows: dict[int, _Row] = {}
+        self._prefixes = PrefixCache()
+
+    def keep_prefixes(self, tokens: int) -> None:
+        """Keep at most so many tokens of closed rows."""
+        if tokens != self._prefixes.limit:
+            self._prefixes.resize(tokens, BLOCK)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of what is kept of closed rows."""
+        return self._prefixes.memory_bytes
 
     def catch_up(self, slot: int, tokens: Sequence[int]) -> list[int]:
         """Roll back to a prefix of `tokens` and read on; gives the last piece, the last token included."""
@@ -42,7 +57,9 @@ class OwnCache:
         if slot not in self._rows:
             cache.close(slot)  # of an earlier owner that did not clean up
             cache.open(slot)
-            self._rows[slot] = _Row()
+            blocks = self._prefixes.find(tokens, len(tokens) - 1)
+            self._prefixes.fill(cache, slot, blocks)
+            self._rows[slot] = _Row(list(tokens[: cache.length(slot)]))
         row = self._rows[slot]
         same, limit = 0, min(len(row.cached), len(tokens) - 1)
         while same < limit and row.cached[same] == tokens[same]:
@@ -70,9 +87,12 @@ class OwnCache:
         row.growth = reading.growth
 
     def close(self, slot: int) -> None:
-        self._rows.pop(slot, None)
-        self.runner.cache.close(slot)
+        row, cache = self._rows.pop(slot, None), self.runner.cache
+        if row is not None and slot in cache:
+            self._prefixes.keep(cache, slot, row.cached[: cache.in_order(slot)], self._prefixes.limit)
+        cache.close(slot)
 
     def clear(self) -> None:
         self._rows.clear()
+        self.keep_prefixes(0)
         self.runner.close()

@@ -139,6 +139,13 @@ class CascadeDrafter(Drafter):
                 ask(part, part.close, seq_id)
         later.tell()
 
+    def keep_prefixes(self, tokens: int) -> None:
+        later = Later()
+        for part in self.parts:
+            with later:
+                ask(part, part.keep_prefixes, tokens)
+        later.tell()
+
     @property
     def memory_bytes(self) -> int:
         return sum(part.memory_bytes for part in self.parts)

@@ -132,7 +132,8 @@ class CrossVocabDrafter(Drafter):
     @property
     def memory_bytes(self) -> int:
         table = sys.getsizeof(self._to_target)
-        return self._runner.memory_bytes + _table_bytes(self._vocab, len(self._to_target), table)
+        held = self._runner.memory_bytes + self._cache.kept_bytes
+        return held + _table_bytes(self._vocab, len(self._to_target), table)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         texts = {r.seq_id: self._translator.to_draft(r.tokens) for r in requests}
@@ -190,6 +191,9 @@ class CrossVocabDrafter(Drafter):
 
     def close(self, seq_id: int) -> None:
         self._cache.close(seq_id)
+
+    def keep_prefixes(self, tokens: int) -> None:
+        self._cache.keep_prefixes(tokens)
 
     def shutdown(self) -> None:
         self._cache.clear()

@@ -130,7 +130,7 @@ class ModelDrafter(Drafter):
 
     @property
     def memory_bytes(self) -> int:
-        return self._runner.memory_bytes
+        return self._runner.memory_bytes + self._cache.kept_bytes
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         rows = {r.seq_id: self._reading(r) for r in requests if self._room(r) > 0}
@@ -169,6 +169,9 @@ class ModelDrafter(Drafter):
 
     def close(self, seq_id: int) -> None:
         self._cache.close(seq_id)
+
+    def keep_prefixes(self, tokens: int) -> None:
+        self._cache.keep_prefixes(tokens)
 
     def shutdown(self) -> None:
         self._cache.clear()

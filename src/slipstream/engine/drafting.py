@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 
-from slipstream.core.ask import label
+from slipstream.control import Controller, RowState
+from slipstream.core.ask import ask_plan, label
 from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest
 from slipstream.core.sequence import Sequence
 from slipstream.core.tree import TokenTree
@@ -22,6 +24,24 @@ class Work:
 
     sequence: Sequence
     draft: Draft
+
+
+def room_of(sequence: Sequence, context: int) -> int:
+    """Tokens that may be drafted: the last one that a row may emit is never worth it, verification gives it
+    for free."""
+    return min(sequence.remaining - 1, context - len(sequence.tokens))
+
+
+def plan(rows: Items[Sequence], controller: Controller, drafter: Drafter, context: int) -> list[Budget]:
+    """The controller's budgets, cut to what can still be emitted or fits the context."""
+    states = [RowState(s.id, len(s.tokens), s.remaining) for s in rows]
+    budgets = []
+    for sequence, budget in zip(rows, ask_plan(controller, states), strict=True):
+        room = room_of(sequence, context)
+        if drafter.needs.reads_prompt and sequence.num_output == 0:
+            room = 0  # the first token must not wait until the drafter has read the prompt
+        budgets.append(cut_budget(budget, room))
+    return budgets
 
 
 def cut_budget(budget: Budget, room: int) -> Budget:

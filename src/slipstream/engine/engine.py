@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from slipstream.control import Controller, RowOutcome, RowState, build_controller
-from slipstream.core.ask import Later, ask, ask_drafts, ask_plan, check_drafter, held_bytes
+from slipstream.control import Controller, RowOutcome, build_controller
+from slipstream.core.ask import Later, ask, ask_drafts, check_drafter, held_bytes
 from slipstream.core.draft import Budget, Draft, Drafter, DraftRequest, Observation
 from slipstream.core.fault import planted_fault
 from slipstream.core.params import GrammarSpec, SamplingParams
@@ -25,7 +25,7 @@ from slipstream.core.stats import DraftCounts, PrefixCounts, Seconds
 from slipstream.core.text import Decode, TextStream
 from slipstream.core.tree import TokenTree
 from slipstream.drafters.none import NoConfig, NoDrafter
-from slipstream.engine.drafting import Work, cut_budget, fit_draft, forced_draft
+from slipstream.engine.drafting import Work, fit_draft, forced_draft, plan, room_of
 from slipstream.engine.inputs import check_request
 from slipstream.engine.judging import judge, observed
 from slipstream.engine.reading import PromptReader
@@ -84,7 +84,7 @@ class Engine:
         self._decode = decode
         self.grammars = grammars
         self._scheduler = Scheduler(max_rows, chunk, cache_tokens, WIDTH)
-        self._reader = PromptReader(runner, self._scheduler)
+        self._reader = PromptReader(runner, self._scheduler, self._keep_prefixes)
         self._pipelines: dict[int, LogitsPipeline] = {}
         self._cancelled: set[int] = set()
         self._unopened: dict[int, Sequence] = {}  # admitted, but the drafter has not heard of them
@@ -93,6 +93,7 @@ class Engine:
         self._next_id = 0
         self._closed = False
         self._plain = NoDrafter(NoConfig(), None)  # type: ignore[arg-type]
+        self.drafter: Drafter = self._plain
         self.set_drafter(drafter, controller)
         self.limit_prefixes(prefix_tokens)
         if self.fault is not None:
@@ -114,8 +115,11 @@ class Engine:
         check_drafter(drafter)
         built = build_controller(controller, drafter.num_speculative_tokens, drafter.draft_nodes)
         self.runner.tap(drafter.needs)
+        if drafter is not self.drafter:
+            self._keep_prefixes(0)
         self.drafter, self.controller = drafter, built
         self.drafter_peak_bytes = 0  # the most it has held when a sequence ended: until then rows only grow
+        self._later.tell()
 
     def add(
         self, prompt: Items[int], params: SamplingParams, *, seed: int | None = None, group: int | None = None
@@ -170,6 +174,8 @@ class Engine:
         if tokens < 0:
             raise ParameterError(f"prefix_tokens must be 0 or more, not {tokens}")
         self._reader.limit(tokens)
+        self._reader.make_room()
+        self._later.tell()
 
     @property
     def prefix_counts(self) -> PrefixCounts:
@@ -216,7 +222,7 @@ class Engine:
         self._read_prompts()
         rows = list(self._scheduler.running)
         if rows:
-            clock, budgets = time.perf_counter(), self._plan(rows)
+            clock, budgets = time.perf_counter(), plan(rows, self.controller, self.drafter, self.context)
             work = self._propose(rows, budgets)
             output, verdicts, logprobs = self._verify(work)
             self._untold += self._commit(work, output, verdicts, logprobs, clock)
@@ -261,24 +267,6 @@ class Engine:
             with self._later:
                 self._observe(observations)
 
-    def _plan(self, rows: list[Sequence]) -> list[Budget]:
-        """The controller's budgets, cut to what can still be emitted or fits the context.
-
-        The last token a row may emit is never worth drafting: verification gives it for free.
-        """
-        states = [RowState(s.id, len(s.tokens), s.remaining) for s in rows]
-        budgets = []
-        for sequence, budget in zip(rows, ask_plan(self.controller, states), strict=True):
-            room = self._room(sequence)
-            if self.drafter.needs.reads_prompt and sequence.num_output == 0:
-                room = 0  # the first token must not wait until the drafter has read the prompt
-            budgets.append(cut_budget(budget, room))
-        return budgets
-
-    def _room(self, sequence: Sequence) -> int:
-        """Tokens that may be drafted."""
-        return min(sequence.remaining - 1, self.context - len(sequence.tokens))
-
     def _propose(self, rows: list[Sequence], budgets: list[Budget]) -> list[Work]:
         requests = [
             DraftRequest(s.id, s.tokens, len(s.prompt), b, s.params, s.seed)
@@ -286,7 +274,9 @@ class Engine:
         ]
         draft_of = {}
         for sequence, request in zip(rows, requests, strict=True):
-            draft = forced_draft(request, self._pipelines[sequence.id].grammar, self._room(sequence))
+            draft = forced_draft(
+                request, self._pipelines[sequence.id].grammar, room_of(sequence, self.context)
+            )
             if draft is not None:
                 draft_of[sequence.id] = draft
         asked = [r for r in requests if r.budget.depth > 0 and r.seq_id not in draft_of]
@@ -348,12 +338,17 @@ class Engine:
         ask(self.drafter, self.drafter.observe, observations)
         self.seconds.drafter += time.perf_counter() - clock
 
+    def _keep_prefixes(self, tokens: int) -> None:
+        with self._later:
+            ask(self.drafter, self.drafter.keep_prefixes, tokens)
+
     def _retire(self, sequence: Sequence) -> None:
         """Free everything the sequence holds, at once; its keys may be kept for later prompts. What fails
         meanwhile is told later."""
         self._scheduler.retire(sequence)
         self._pipelines.pop(sequence.id, None)
         self._unopened.pop(sequence.id, None)
+        self._reader.make_room()
         with self._later:
             self.drafter_peak_bytes = max(self.drafter_peak_bytes, held_bytes(self.drafter))
         with self._later:

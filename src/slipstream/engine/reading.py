@@ -6,6 +6,7 @@ has, bit for bit, the keys that reading it would give; `_known` says how that is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
 
@@ -13,22 +14,24 @@ from slipstream.core.ask import ask_needs
 from slipstream.core.draft import Drafter, Needs, Observation
 from slipstream.core.sequence import Sequence
 from slipstream.core.stats import PrefixCounts
-from slipstream.engine.prefix import PrefixCache
 from slipstream.engine.scheduler import Piece, Scheduler
 from slipstream.model.cache import columns
 from slipstream.model.cuts import cuts_agree
 from slipstream.model.pack import PackRow
+from slipstream.model.prefix import BLOCK, PrefixCache
 from slipstream.model.runner import Runner
-
-BLOCK = 32  # tokens: on average half of them are read again
 
 
 class PromptReader:
-    """Reads the prompts of the scheduler's sequences into their slots, and takes the slots back."""
+    """Reads the prompts of the scheduler's sequences into their slots, and takes the slots back.
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    keep_elsewhere: is told how many tokens whoever else has caches may keep of sequences that ended.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, keep_elsewhere: Callable[[int], None]) -> None:
         self._runner = runner
         self._scheduler = scheduler
+        self._keep_elsewhere = keep_elsewhere
         self._prefixes = PrefixCache()
         self._any_cut: bool | None = None  # see `cuts_agree`; None was not asked yet
         self.counts = PrefixCounts()
@@ -62,7 +65,7 @@ class PromptReader:
     def step(self, drafter: Drafter) -> list[Observation]:
         """One chunk's worth of prompts. Drafters are told of what was computed, not of what was found."""
         due = self._scheduler.chunks(partial(self._found, drafter))
-        self._prefixes.shrink(self._room())
+        self.make_room()
         for sequence, start, end in due:
             if start == end:
                 self._scheduler.read(sequence, end)
@@ -79,6 +82,12 @@ class PromptReader:
             tokens, after = sequence.prompt[start:end], sequence.prompt[end]
             observations.append(Observation(sequence.id, start, tokens, features, next_token=after))
         return observations
+
+    def make_room(self) -> None:
+        """Nothing is kept, here or elsewhere, that the sequences need."""
+        room = self._room()
+        self._prefixes.shrink(room)
+        self._keep_elsewhere(max(min(self._prefixes.limit, room), 0))
 
     def _found(self, drafter: Drafter, sequence: Sequence, start: int, pieces: Items[Piece]) -> int | None:
         """How much of a prompt is there, `start` of it by itself; None if more will be after this step."""

@@ -127,6 +127,10 @@ class Router(Drafter):
             with met_by(seq_id):
                 ask(part, part.close, seq_id)
 
+    def keep_prefixes(self, tokens: int) -> None:
+        part = self.parts[self.default]  # the memory of a token was measured with its caches
+        ask(part, part.keep_prefixes, tokens)
+
     @property
     def memory_bytes(self) -> int:
         return sum(part.memory_bytes for part in self.parts.values())

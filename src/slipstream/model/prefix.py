@@ -16,6 +16,7 @@ from itertools import count
 
 from slipstream.model.cache import Columns, SlotCache, cut
 
+BLOCK = 32  # tokens, where any cut will do: on average half of them are computed again
 _Key = tuple[int, tuple[int, ...]]  # number of the block before (0: none), and this one's tokens
 
 
