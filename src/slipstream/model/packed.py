@@ -98,7 +98,7 @@ def release_pages(tensor: torch.Tensor) -> None:
     file would stay resident beside its packed copy. Advice only: it changes no data, and where the
     system does not know it, nothing happens.
     """
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
         return
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
