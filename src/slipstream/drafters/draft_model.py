@@ -42,7 +42,6 @@ from slipstream.model.blueprint import Blueprint
 from slipstream.model.head import reduce_head
 from slipstream.model.house import house_drafter
 from slipstream.model.int8 import Quantise, prepare_linears, require_int8
-from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import load
 from slipstream.model.parts import ModelParts
 from slipstream.model.runner import Runner
@@ -119,9 +118,7 @@ class ModelDrafter(Drafter):
             if ids is not None:
                 reduce_head(runner.model, ids)
             if config.quantise == "int8":
-                prepare_linears(runner.model, config.quantise)
-        if config.quantise == "int8":
-            share_inputs(runner)
+                prepare_linears(runner.model, config.quantise, runner.siblings())
         self._runner = runner
         self._cache = OwnCache(runner)
 

@@ -91,7 +91,7 @@ class Blueprint:
     def weight_bytes(self) -> int:
         """Bytes of the weights, packed or not."""
         if self.weights == "int8":
-            return quantised_bytes(self.model, self.embedding == "int8")
+            return quantised_bytes(self.model, self.embedding == "int8", self.runner.siblings())
         return weight_bytes(self.model)
 
     def cache_bytes(self, tokens: int, rows: int = 1) -> int:

@@ -26,7 +26,7 @@ from slipstream.errors import ModelError
 from slipstream.model.checkpoint import Checkpoint
 from slipstream.model.embedding import Int8Embedding
 from slipstream.model.int8 import Int8Linear, int8_bytes, quantisable, quantise
-from slipstream.model.packed import release_pages
+from slipstream.model.packed import Groups, put, release_pages, units
 from slipstream.model.progress import Progress
 from slipstream.model.store import (
     Store,
@@ -94,7 +94,7 @@ def sources(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for found in quantisable(model, 0):
         yield found.path, found.linear.weight.detach()
     table = model.get_input_embeddings()  # type: ignore[operator]
-    yield _place(model, table)[0], table.weight.detach()
+    yield _name(model, table), table.weight.detach()
 
 
 def int8_weights(
@@ -183,21 +183,26 @@ class _Writer:
             self._parts += 1
 
 
-def use_int8(model: PreTrainedModel, weights: Int8Weights, *, embedding: bool = False) -> None:
+def use_int8(
+    model: PreTrainedModel, weights: Int8Weights, *, embedding: bool = False, groups: Groups = ()
+) -> None:
     """Replace the linear layers that gain, in place, and with `embedding` the table of input embeddings.
 
-    A layer at a time: what a kernel has copied is let go of. Raises ModelError where the table cannot be
-    replaced.
+    Those of a group become one product. A layer or a group at a time: what a kernel has copied is let go of.
+    Raises ModelError where the table cannot be replaced.
     """
     module = model.get_input_embeddings()
     table = module.weight
-    for found in quantisable(model, embedding=embedding):
-        quantised, scales = weights.get(found.path)
-        setattr(found.parent, found.name, Int8Linear(quantised, scales, found.linear.bias))
-        if found.path not in weights.kept:
-            release_pages(quantised)
+    found = {one.path: one for one in quantisable(model, embedding=embedding, groups=groups)}
+    for names in units(found, groups):
+        stored = [weights.get(path) for path in names]
+        made = Int8Linear.together(stored, [found.pop(path).linear.bias for path in names])
+        for path, layer, (quantised, _) in zip(names, made, stored, strict=True):
+            put(model, path, layer)
+            if path not in weights.kept:
+                release_pages(quantised)
     if embedding:
-        path, parent, name = _place(model, module)
+        path = _name(model, module)
         others = [
             p for p, m in model.named_modules() if m is not module and table is m._parameters.get("weight")
         ]
@@ -206,12 +211,10 @@ def use_int8(model: PreTrainedModel, weights: Int8Weights, *, embedding: bool = 
                 f"the embedding of {type(model).__name__} is also used by {others[0]}, so it cannot be int8:"
                 " leave out embedding=int8"
             )
-        setattr(parent, name, Int8Embedding(*weights.get(path), module))
+        put(model, path, Int8Embedding(*weights.get(path), module))
     gc.collect()
 
 
-def _place(model: nn.Module, wanted: nn.Module) -> tuple[str, nn.Module, str]:
-    """A module's name from the model, its parent and its name there."""
-    path = next(path for path, module in model.named_modules() if module is wanted)
-    parent, _, name = path.rpartition(".")
-    return path, model.get_submodule(parent), name
+def _name(model: nn.Module, wanted: nn.Module) -> str:
+    """A module's name from the model."""
+    return next(path for path, module in model.named_modules() if module is wanted)

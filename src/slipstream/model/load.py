@@ -29,6 +29,7 @@ from slipstream.model.int8_store import int8_weights, use_int8
 from slipstream.model.packed import weight_bytes
 from slipstream.model.progress import Progress, Silent, size
 from slipstream.model.quiet import first_line, quiet
+from slipstream.model.runner import siblings
 from slipstream.model.store import Store, manifest, reading_errors
 
 DTYPES = {
@@ -186,14 +187,15 @@ def load(
     rows = None if head_rows is None else head_rows(model, tokenizer)
     kept = {} if rows is None else {reduce_head(model, rows): rows}
     if weights == "int8":
-        require_memory(spec, quantised_bytes(model, embedding == "int8"), "int8", where)
+        groups = siblings(model)
+        require_memory(spec, quantised_bytes(model, embedding == "int8", groups), "int8", where)
 
         def as_stored() -> PreTrainedModel:
             return _from_pretrained(spec, path, stored, where, trust_remote_code)[0]
 
         found = int8_weights(checkpoint, model, as_stored, progress, kept)
         progress.stage(f"loading {spec} as int8", 0)
-        use_int8(model, found, embedding=embedding == "int8")
+        use_int8(model, found, embedding=embedding == "int8", groups=groups)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
