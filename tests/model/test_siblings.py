@@ -166,8 +166,9 @@ def test_queries_keys_and_values_and_gate_and_up_are_found_by_trying(kind: str) 
     assert model.config._attn_implementation == implementation
     assert all("forward" not in vars(m) for m in model.modules())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    with torch.device("meta"):  # as a blueprint has it
-        assert siblings(type(model)(model.config)) == found
+    with torch.device("meta"):
+        hollow = type(model)(model.config)
+    assert siblings(hollow) == found  # as a blueprint has it
 
 
 class Changes(nn.Module):
@@ -234,7 +235,9 @@ def test_a_packed_model_has_four_products_a_layer_and_is_the_model(kind: str, dt
         pytest.skip(f"this CPU has no packed {dtype} kernels")
     told = weight_bytes(model), weights_hash(model), fingerprint(model)
     tokens = [5, 17, 3, 200, 9, 0, 31, 5, 8]
-    before = logits(Runner(model, pack=False), tokens)
+    unpacked = Runner(model, pack=False)
+    before = logits(unpacked, tokens)
+    unpacked.close()
     runner = Runner(model, pack=True)
     assert len(products(model)) == 4 * LAYERS + 1
     assert (weight_bytes(model), weights_hash(model), fingerprint(model)) == told
@@ -287,7 +290,7 @@ def test_small_layers_of_a_large_group_are_int8_and_predicted(
         assert Blueprint.of(path, weights="int8").weight_bytes == told
         runner = Runner(model, pack=True)
         assert runner.weight_bytes == told
-        assert len(products(model)) == 2 * 4 + 1
+        assert len(products(model)) == 2 * 4 + 1 or not can_pack(model)
         assert plan_memory(path, context=64, weights="int8").target.weights == told
 
 
@@ -317,8 +320,9 @@ def test_selfspec_on_top_changes_no_token_and_counts_the_same(
         with slipstream.load(path, spec, weights=weights) as session:
             outputs.append([c.tokens for c in session.generate([[5, 17, 3, 9], [7]], params)])
             if spec.startswith("selfspec:skip"):
-                inner = 12 * 32 * 32 // 4 * 2  # all that is multiplied in a layer is known by its bytes
-                assert inner and 0.6 < session.drafter.cost < 1.0
+                # attention 96·32, MLP 192·32, head 258·32 numbers
+                whole = LAYERS * (96 + 192) + 258
+                assert session.drafter.cost == pytest.approx(1 - (96 + 192) / whole, abs=0.02)
     assert outputs[0] == outputs[1] == outputs[2]
 
 
