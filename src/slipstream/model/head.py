@@ -19,7 +19,7 @@ def reduce_head(model: PreTrainedModel, ids: torch.Tensor) -> str:
     """
     head = model.get_output_embeddings()
     small = ModelParts.of(model).lm_head_rows(ids)
-    name = next(name for name, module in model.named_modules() if module is head)
+    name: str = next(name for name, module in model.named_modules() if module is head)
     model.set_output_embeddings(small)
     if type(head) is nn.Linear and not any(p is head.weight for p in model.parameters()):
         release_pages(head.weight)

@@ -217,4 +217,5 @@ def use_int8(
 
 def _name(model: nn.Module, wanted: nn.Module) -> str:
     """A module's name from the model."""
-    return next(path for path, module in model.named_modules() if module is wanted)
+    name: str = next(path for path, module in model.named_modules() if module is wanted)
+    return name

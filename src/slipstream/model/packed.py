@@ -95,7 +95,8 @@ def joined_biases(
     if len(given) < 2:
         return biases[0], list(biases)
     whole = torch.cat(given)  # [out]
-    return whole, [nn.Parameter(part, requires_grad=False) for part in whole.split([*map(len, given)])]
+    parts = [whole[at : at + len(b)] for at, b in zip(starts(map(len, given)), given, strict=True)]
+    return whole, [nn.Parameter(part, requires_grad=False) for part in parts]
 
 
 def starts(sizes: Iterable[int]) -> Iterator[int]:
