@@ -251,7 +251,7 @@ def test_the_corpus_has_what_answers_are_made_of() -> None:
     text = torch.tensor(tokenizer("\n".join(p.read_text(encoding="utf-8") for p in docs))["input_ids"])
     covered = float(torch.isin(text, ids).double().mean())
     first = float((text < vocab // 5).double().mean())
-    assert covered > 0.7 and covered > first
+    assert covered > 0.6 and covered > first
 
 
 # -- mistakes ------------------------------------------------------------------------------------------
