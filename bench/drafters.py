@@ -103,7 +103,8 @@ class Workshop:
         config = make_config(find_drafter(name).Config, name, values)  # type: ignore[attr-defined]
         if isinstance(config, CascadeConfig):
             return CascadeDrafter(config, self.target, parts=[self.build(part) for part in config.specs])
-        if isinstance(config, DraftModelConfig) and config.quantise == "none" and config.model == self.draft:
+        whole = isinstance(config, DraftModelConfig) and config.quantise == "none" and not config.draft_vocab
+        if whole and config.model == self.draft:
             return ModelDrafter(config, self.target, runner=self._shared[0])
         if isinstance(config, CrossVocabConfig) and config.model == self.draft:
             runner, tokenizer = self._shared

@@ -63,8 +63,8 @@ def measure(shape: Shape, rows: Sequence[int], rounds: int, working_set: int) ->
     count = max(1, round(working_set / linear.weight.nbytes))
     quantised = quantise(linear.weight)
     formats: dict[str, list[nn.Module]] = {
-        "bf16": [PackedLinear(linear) for _ in range(count)],
-        "int8": [Int8Linear(*quantised, None) for _ in range(count)],
+        "bf16": [PackedLinear.of(linear) for _ in range(count)],
+        "int8": [Int8Linear.together([quantised], [None])[0] for _ in range(count)],
     }
     found = {}
     for n in rows:

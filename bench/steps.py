@@ -25,7 +25,6 @@ from rich.progress import Progress
 from torch.profiler import ProfilerActivity, profile
 
 from common import DRAFT, TARGET, machine, versions, write_json
-from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import load
 from slipstream.model.pack import PackRow
 from slipstream.model.runner import Runner
@@ -100,8 +99,6 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         task = progress.add_task("steps", total=len(settings) * len(shapes(rows)))
         for model, weights in settings:
             runner = Runner(load(model, weights=weights).model, pack=True)
-            if weights == "int8":
-                share_inputs(runner)
             rates = [bandwidth(cpu)]
             here = []
             for name, sequences, tokens in shapes(rows):

@@ -25,7 +25,8 @@ ALLOWED = {
     "cost": {"core"},
     "control": {"core", "cost"},
     # A drafter that samples draws from the very law its q tells, so drafters see the warps, no more.
-    "drafters": {"core", "model", "heads", "logits.warp"},
+    # Text to count tokens in lies with the prompts.
+    "drafters": {"core", "model", "heads", "logits.warp", "prompts"},
     "engine": LOGIC,
     "train": LOGIC | {"engine", "api", "prompts"},  # the target's answers come out of the engine
     "export": {"core", "model", "heads"},

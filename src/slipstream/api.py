@@ -17,7 +17,6 @@ from slipstream.engine.session import Session
 from slipstream.errors import ModelError, ParameterError
 from slipstream.logits.grammar import Grammars
 from slipstream.model.generation import GENERATION
-from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import LoadedModel
 from slipstream.model.load import load as load_model
 from slipstream.model.progress import Progress
@@ -84,8 +83,6 @@ def load(
     loaded = model
     defaults = default_params(loaded)
     runner = Runner(loaded.model, pack=True)
-    if loaded.weights == "int8":
-        share_inputs(runner)
     info = TargetInfo(
         vocab_size=min(runner.vocab_size, len(loaded.tokenizer)),
         context=runner.context,

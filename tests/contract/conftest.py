@@ -12,6 +12,8 @@ NEEDED = {
         "draft_model:model={draft}",
         "draft_model:model={draft},sampled=true",
         "draft_model:model={draft},width=3",
+        "draft_model:model={draft},width=2,draft_vocab={draft}/draft_vocab.json",
+        "draft_model:model={draft},sampled=true,draft_vocab={draft}/draft_vocab.json",
     ],
     "selfspec": ["selfspec:skip=a1+m0,min_confidence=0", "selfspec:exit=1,width=2,min_confidence=0.1"],
     "crossvocab": ["crossvocab:model={draft}", "crossvocab:model={draft},mode=intersect"],

@@ -30,7 +30,7 @@ def held(dtype: str) -> Runner:
     if dtype in INT8:
         if lacks_int8():
             pytest.skip("this CPU has no int8 products")
-        quantise_linears(model, smallest=0)
+        quantise_linears(model, smallest=0, groups=runner.siblings(model))
     return Runner(model, pack=True)
 
 

@@ -6,6 +6,7 @@ kernels would not do: rounding activations to int8 steps makes differences of th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
@@ -144,6 +145,7 @@ SPECS = (
     "selfspec:exit=1",
     "draft_model:model={}/target,width=2",
     "draft_model:model={}/target,quantise=int8",
+    "draft_model:model={0}/target,quantise=int8,draft_vocab={0}/ids.json",
     "medusa:heads={}/heads/medusa",
     "medusa:heads={}/heads/medusa_reduced,quantise=int8",
     "eagle:heads={}/heads/eagle1",
@@ -156,6 +158,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("drafters")
     model = tiny_model("llama", seed=3, layers=3)
     save_random_heads(model, root / "heads")
+    (root / "ids.json").write_text(json.dumps(list(range(0, VOCAB, 2))))
     save_tiny(root / "target", model=model, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch, every_size():
         patch.setenv("SLIPSTREAM_CACHE", str(root / "cache"))

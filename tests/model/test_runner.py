@@ -188,7 +188,7 @@ def test_a_packed_layer_computes_what_the_layer_computed(bias: bool, rows: int) 
         torch.manual_seed(0)
         linear = nn.Linear(24, 40, bias=bias).requires_grad_(False)
         x = torch.randn(1, rows, 24)
-    close(PackedLinear(linear)(x), linear(x))
+    close(PackedLinear.of(linear)(x), linear(x))
 
 
 def test_every_linear_is_packed_but_a_tied_head() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import tracemalloc
 from collections.abc import Iterator
@@ -59,6 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_random_heads(target, root / "heads")
     save_tiny(root / "target", model=target)
     save_tiny(root / "draft", layers=1, seed=1, max_position_embeddings=1024, **WIDE)
+    (root / "ids.json").write_text(json.dumps(list(range(100, VOCAB))))
     save_tiny(root / "tied", kind="qwen2", tie=True, layers=2, seed=1, dtype=torch.bfloat16, **WIDE)
     return root
 
@@ -80,6 +82,8 @@ SPECS = {
         "draft_model:model={}/tied,dtype=bfloat16,width=3",
         "draft_model:model={}/draft,quantise=int8",
         "draft_model:model={}/tied,quantise=int8",
+        "draft_model:model={0}/draft,draft_vocab={0}/ids.json",
+        "draft_model:model={0}/tied,quantise=int8,draft_vocab={0}/ids.json",
     ],
     "selfspec": ["selfspec:exit=1"],
     "crossvocab": ["crossvocab:model={}/draft", "crossvocab:model={}/draft,mode=intersect"],

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 from typer.testing import CliRunner
 
+import slipstream
 from slipstream.cli import main
 from slipstream.cli.train_capture import needed
 from slipstream.cli.train_shared import parse_layers, parse_time, span
 from slipstream.errors import ParameterError
 from slipstream.testing.quantised import lacks_int8
+from slipstream.testing.tiny import EOS_ID
 from slipstream.train.dataset import load_data
 from slipstream.train.sources import StoredSource
 
@@ -36,6 +39,16 @@ def test_from_prompts_to_stored_states(target_folder, tmp_path):
     assert json.loads(again.stdout)["runs"] == manifest["runs"]
     data = load_data(tmp_path / "d")
     assert data.train and data.heldout
+    listed = run("vocab", tmp_path / "d", "-o", tmp_path / "v.json", "-n", 5, "--json")
+    assert listed.exit_code == 0, listed.output
+    told = json.loads(listed.stdout)
+    said = Counter(t for s in data.train for t, on in zip(s.tokens, s.loss, strict=True) if on)
+    assert told == json.loads((tmp_path / "v.json").read_text()) and len(told["ids"]) == min(5, len(said))
+    assert [said[i] for i in told["ids"]] == told["counts"] == sorted(said.values(), reverse=True)[:5]
+    assert "of the held-out answers" in listed.stderr.replace("\n", " ")
+    spec = f"draft_model:model={target_folder},draft_vocab={tmp_path / 'v.json'}"
+    with slipstream.load(str(target_folder), spec) as session:
+        assert {*told["ids"], EOS_ID} == set(session.drafter._names.tolist())
     stored = ["capture", target_folder, "--data", tmp_path / "d", "-o", tmp_path / "s", "--layers", "0,2"]
     stored += ["--last", "--top-k", 4]
     told = run(*stored, "--dry-run", "--json")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ParameterError
-from slipstream.train.corpus import words
+from slipstream.prompts.corpus import words
 from slipstream.train.prompts import CATEGORIES, make_prompts, ngrams, variety
 
 BENCH = Path(__file__).parents[2] / "bench" / "prompts"
@@ -55,7 +55,7 @@ def test_every_slot_is_filled(prompts):
 
 def test_every_word_list_is_used():
     source = (Path(__file__).parents[2] / "src/slipstream/train/prompts.py").read_text()
-    source += (Path(__file__).parents[2] / "src/slipstream/train/corpus.py").read_text()
+    source += (Path(__file__).parents[2] / "src/slipstream/prompts/corpus.py").read_text()
     entries = "\n".join(entry for found in words().values() for entry in found)
     for name, found in words().items():
         assert re.search(rf"""["']{name}["']""", source) or re.search(rf"\{{{name}\d*\}}", entries), name

@@ -13,6 +13,7 @@ from slipstream.core.choices import read_accuracies
 from slipstream.core.jsontext import parse
 from slipstream.cost.bundle import read_bundle
 from slipstream.cost.machines import read_json_object
+from slipstream.drafters._draft_vocab import read_ids
 from slipstream.drafters._suffix_store import MAGIC, SuffixStore
 from slipstream.errors import SlipstreamError
 from slipstream.export.deploy_plan import read_plan
@@ -34,6 +35,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": (".json", read_json),
     "journal": (".jsonl", lambda path: list(read_lines(path))),
     "history": (".jsonl", read_history),
+    "draft vocabulary": (".json", read_ids),
     "accuracies": (".json", read_accuracies),
     "suffix store": ("", lambda path: SuffixStore(24, path=path)),
     "weights": (".safetensors", read_header),

@@ -1,4 +1,4 @@
-"""`slipstream train prompts|data|capture`: what a drafter learns from."""
+"""`slipstream train prompts|data|vocab|capture`: what a drafter learns from."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from slipstream.cli.train_shared import (
     parse_time,
     span,
 )
+from slipstream.cli.train_vocab import vocab
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer, guarded: Guard) -> None:
-    """Puts `prompts`, `data` and `capture` into the `train` application."""
-    for name, command in (("prompts", prompts), ("data", data), ("capture", capture)):
+    """Puts `prompts`, `data`, `vocab` and `capture` into the `train` application."""
+    for name, command in (("prompts", prompts), ("data", data), ("vocab", vocab), ("capture", capture)):
         app.command(name)(guarded(command))
 
 

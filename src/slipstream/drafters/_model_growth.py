@@ -26,14 +26,16 @@ def grow_with(
     rows: Sequence[Reading],
     vocab: int,
     *,
+    names: torch.Tensor | None = None,
     banned: torch.Tensor | None = None,
     after_reading: Callable[[Reading], None] | None = None,
 ) -> None:
     """Grow the rows that have anything to grow; the others are not read either.
 
     A computed node stays in its slot while the levels below it are computed; in the end the slot is rolled
-    back and the nodes lie behind its length. vocab: ids that may be drafted. banned: of these, which may
-    not, bool [vocab]. after_reading: called once for each row when its `read` tokens are in the slot, which
+    back and the nodes lie behind its length. vocab: ids that may be drafted. names: the tokens
+    [vocab] that the model's logits stand for, where these are not 0, 1, …. banned: of the ids, which may not,
+    bool [vocab]. after_reading: called once for each row when its `read` tokens are in the slot, which
     then keeps them; without it the slot is left with the length it had.
     """
     cache = runner.cache
@@ -57,7 +59,8 @@ def grow_with(
         if banned is not None:
             logits = logits.masked_fill(banned, float("-inf"))
         ids, logprobs = likeliest(logits, width, scored)  # [nodes, width]
-        return Level(ids.tolist(), None if logprobs is None else logprobs.tolist(), logits)
+        tokens = ids if names is None else names[ids]
+        return Level(tokens.tolist(), None if logprobs is None else logprobs.tolist(), logits)
 
     try:
         grow(rows, expand)

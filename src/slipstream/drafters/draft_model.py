@@ -6,17 +6,23 @@ request's temperature, top-k, top-p and min-p, and verified by the ratio test (L
 2211.17192): the law of the output is the same, its tokens are not.
 
 With `width` above 1 the draft follows its `width` best paths and proposes a tree of them (`_growth`).
+
+With `draft_vocab` only the commonest tokens are drafted (`_draft_vocab`), and the draft's LM head has no
+other rows. What is drafted is still chosen without a look at the target's noise, and a law q that is 0
+elsewhere is as good as any, so both claims hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from slipstream.core.noise import Purpose
+from slipstream.drafters._draft_vocab import DraftVocabulary
 from slipstream.drafters._growth import DynamicGrowth, Growth, SampledChain
 from slipstream.drafters._model_growth import Reading, grow_with
 from slipstream.drafters._own_cache import OwnCache, tokens_held
@@ -33,9 +39,9 @@ from slipstream.drafters.base import (
 from slipstream.errors import ParameterError
 from slipstream.logits.warp import warped_law
 from slipstream.model.blueprint import Blueprint
+from slipstream.model.head import reduce_head
 from slipstream.model.house import house_drafter
 from slipstream.model.int8 import Quantise, prepare_linears, require_int8
-from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import load
 from slipstream.model.parts import ModelParts
 from slipstream.model.runner import Runner
@@ -50,7 +56,8 @@ class DraftModelConfig:
     sampled: draw the draft instead of taking its likeliest tokens. min_confidence: leave out tokens of less
     probability than this; draw none where even the likeliest has less. dtype: auto is the target's. width:
     paths followed at once, 1 is a chain. nodes: most tokens of a tree, 0 is width times depth. quantise:
-    none, or int8 weights for half the memory traffic of bfloat16.
+    none, or int8 weights for half the memory traffic of bfloat16. draft_vocab: how many of the commonest
+    tokens may be drafted, or a JSON file of ids (`slipstream train vocab`); left out, all.
     """
 
     model: str = ""
@@ -61,6 +68,7 @@ class DraftModelConfig:
     width: int = 1
     nodes: int = 0
     quantise: Quantise = "none"
+    draft_vocab: str = ""
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 0:
@@ -73,6 +81,7 @@ class DraftModelConfig:
             )
         if self.sampled and self.width > 1:
             raise ParameterError("draft_model:sampled draws one chain: leave out sampled, or set width=1")
+        DraftVocabulary.parse(self.draft_vocab)
 
 
 class ModelDrafter(Drafter):
@@ -93,19 +102,33 @@ class ModelDrafter(Drafter):
             dtype = config.dtype if config.dtype != "auto" else target.dtype
             name = config.model or str(house_drafter("draft", _fingerprint(target)))
             weights = "int8" if config.quantise == "int8" else "plain"
-            loaded = load(name, dtype=dtype, weights=weights, device=target.device, **target.options)
-            self._vocab = shared_vocabulary(
-                target.tokenizer, loaded.tokenizer, target.vocab_size, int(loaded.model.config.vocab_size)
+
+            def drafted(model: Any, tokenizer: Any) -> torch.Tensor | None:
+                size = int(model.config.vocab_size)
+                return self._choose(
+                    shared_vocabulary(target.tokenizer, tokenizer, target.vocab_size, size), target
+                )
+
+            loaded = load(
+                name, dtype=dtype, weights=weights, device=target.device, head_rows=drafted, **target.options
             )
             runner = Runner(loaded.model, pack=True)
         else:
-            self._vocab = min(target.vocab_size, runner.vocab_size)
+            ids = self._choose(min(target.vocab_size, runner.vocab_size), target)
+            if ids is not None:
+                reduce_head(runner.model, ids)
             if config.quantise == "int8":
-                prepare_linears(runner.model, config.quantise)
-        if config.quantise == "int8":
-            share_inputs(runner)
+                prepare_linears(runner.model, config.quantise, runner.siblings())
         self._runner = runner
         self._cache = OwnCache(runner)
+
+    def _choose(self, shared: int, target: TargetInfo) -> torch.Tensor | None:
+        """Remember which of the first `shared` ids may be drafted; gives them, None for all."""
+        chosen = DraftVocabulary.parse(self._config.draft_vocab)
+        ids = None if chosen is None else chosen.ids(target.tokenizer, shared, target.eos_ids)
+        self._vocab = shared if ids is None else len(ids)
+        self._names = None if ids is None else ids.to(target.device)  # [vocab], ascending
+        return ids
 
     @classmethod
     def predict_memory(cls, config: DraftModelConfig, target: TargetShape) -> MemoryEstimate:
@@ -120,9 +143,19 @@ class ModelDrafter(Drafter):
             weights="int8" if config.quantise == "int8" else "plain",
             trust_remote_code=target.trust_remote_code,
         )
+        chosen = DraftVocabulary.parse(config.draft_vocab)
+        shared = min(target.vocab_size, shape.runner.vocab_size)
+        ids = None if chosen is None else chosen.stand_in(shared, target.model.eos_ids)
+        if ids is not None:
+            reduce_head(shape.model, ids)
         length = min(target.context, shape.runner.context)
         tokens = tokens_held(length, config.num_speculative_tokens, config.width)
-        return MemoryEstimate(shape.weight_bytes, shape.cache_bytes(tokens, target.rows), notes=shape.notes)
+        return MemoryEstimate(
+            shape.weight_bytes,
+            shape.cache_bytes(tokens, target.rows),
+            tables=0 if ids is None else ids.nbytes,
+            notes=shape.notes,
+        )
 
     @property
     def runner(self) -> Runner:
@@ -130,11 +163,18 @@ class ModelDrafter(Drafter):
 
     @property
     def memory_bytes(self) -> int:
-        return self._runner.memory_bytes + self._cache.kept_bytes
+        names = 0 if self._names is None else self._names.nbytes
+        return self._runner.memory_bytes + self._cache.kept_bytes + names
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         rows = {r.seq_id: self._reading(r) for r in requests if self._room(r) > 0}
-        grow_with(self._runner, list(rows.values()), self._vocab, after_reading=self._cache.after_reading)
+        grow_with(
+            self._runner,
+            list(rows.values()),
+            self._vocab,
+            names=self._names,
+            after_reading=self._cache.after_reading,
+        )
         return [
             rows[r.seq_id].growth.draft(r.root, self.name) if r.seq_id in rows else empty_draft(r)
             for r in requests
@@ -163,6 +203,8 @@ class ModelDrafter(Drafter):
     def _sample(self, request: DraftRequest, logits: torch.Tensor, drawn: int) -> tuple[int, torch.Tensor]:
         """A token from the draft's warped law, and the law, float64 [V]; logits [vocab]."""
         law = warped_law(logits, request.params, self._vocab)
+        if self._names is not None:
+            law = replace(law, ids=self._names[law.ids])
         position = len(request.tokens) + drawn
         token = law.draw(request.seed, position, Purpose.DRAFT, origin=request.origin)
         return token, law.dense(self._target_vocab)

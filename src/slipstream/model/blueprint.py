@@ -23,6 +23,7 @@ from slipstream.model.cache import WIDTH, columns
 from slipstream.model.catalogue import find
 from slipstream.model.checkpoint import inspect
 from slipstream.model.embedding import sampled_ids
+from slipstream.model.generation import generation_defaults
 from slipstream.model.int8 import quantised_bytes
 from slipstream.model.load import choose_dtype, local_folder, require_known_code
 from slipstream.model.pack import PackRow
@@ -90,7 +91,7 @@ class Blueprint:
     def weight_bytes(self) -> int:
         """Bytes of the weights, packed or not."""
         if self.weights == "int8":
-            return quantised_bytes(self.model, self.embedding == "int8")
+            return quantised_bytes(self.model, self.embedding == "int8", self.runner.siblings())
         return weight_bytes(self.model)
 
     def cache_bytes(self, tokens: int, rows: int = 1) -> int:
@@ -121,6 +122,15 @@ class Blueprint:
             return False
         rows = sampled_ids(len(table))
         return torch.equal(stored[rows].to(self.dtype), table[rows].to(self.dtype))  # reads these rows
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer, as far as the checkpoint's configs tell."""
+        if self.folder is not None:
+            checkpoint = inspect(self.folder)
+            return generation_defaults(checkpoint.generation, checkpoint.config, None, self.folder).eos_ids
+        entry = find(self.name)
+        return frozenset(entry.eos_ids if entry is not None else ())
 
     @property
     def fingerprint(self) -> str:

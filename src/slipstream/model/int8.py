@@ -9,7 +9,7 @@ signed ones fall to a slow reference kernel. The relative error is about 1 %.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,20 @@ from torch import nn
 
 from slipstream.errors import ModelError
 from slipstream.model.embedding import Int8Embedding
-from slipstream.model.packed import KernelLinear, can_pack, pack_linears, release_pages, weight_bytes
+from slipstream.model.packed import (
+    Groups,
+    KernelLinear,
+    Product,
+    can_pack,
+    joined_biases,
+    linears,
+    pack_linears,
+    put,
+    release_pages,
+    starts,
+    units,
+    weight_bytes,
+)
 
 Quantise = Literal["none", "int8"]
 INT8_FIX = "leave out weights=int8 (--weights int8)"
@@ -31,33 +44,25 @@ CHANNEL_BYTES = 8  # a scale and the kernel's zero point for each output channel
 LARGEST = 127  # of a quantised weight or activation: symmetric, so -128 is not used
 
 
-class Int8Linear(KernelLinear):
-    """`x @ weight.T + bias`; input [..., in_features] of any float dtype, output of the same dtype.
+class Int8Product(Product):
+    """With x ≈ r·(u - 128), r = max|x| / 127 per row, and weight ≈ s·w per channel:
+    y = r·s·(u - 128)·w, where the product of integers is exact, so layers together have the bits that each
+    has alone."""
 
-    With x ≈ r·(u - 128), r = max|x| / 127 per row, and weight ≈ s·w per channel:
-    y = r·s·(u - 128)·w, where the product of integers is exact.
-    """
-
-    zeros: torch.Tensor
-    scales: torch.Tensor
-
-    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: nn.Parameter | None) -> None:
-        """weight int8 [out, in] and scales float32 [out], as `quantise` gives them; the weight is copied."""
-        super().__init__()
+    def __init__(
+        self, weights: Sequence[tuple[torch.Tensor, torch.Tensor]], bias: torch.Tensor | None
+    ) -> None:
+        """weights int8 [each out, in] and their scales float32 [out], as `quantise` gives them, are copied;
+        bias [sum of out]."""
+        super().__init__(len(weights))
+        (weight, scales), *others = weights
+        if others:
+            weight, scales = (torch.cat(parts) for parts in zip(*weights, strict=True))
         self.out_features, self.in_features = weight.shape
         self.packed = torch.ops.onednn.qlinear_prepack(weight, None)
-        self.register_buffer("scales", scales, persistent=False)  # [out]
-        self.register_buffer("zeros", torch.zeros(self.out_features, dtype=torch.int32), persistent=False)
+        self.scales = scales  # [out]
+        self.zeros = torch.zeros(self.out_features, dtype=torch.int32)
         self.bias = bias
-        self.shared: SharedInput | None = None
-
-    @classmethod
-    def of(cls, linear: nn.Linear) -> Int8Linear:
-        return cls(*quantise(linear.weight.detach()), linear.bias)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.in_features * self.out_features
 
     def stored(self) -> torch.Tensor:
         """The weight's whole numbers, int8 [out, in], a copy."""
@@ -65,16 +70,54 @@ class Int8Linear(KernelLinear):
         return dense.t()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """These rows of the weight, as the product sees them, float32 [n, in]."""
+        """float32 [n, in]"""
         return self.stored()[ids].float() * self.scales[ids, None]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        quantised, row = quantise_input(x) if self.shared is None else self.shared.quantise(x)
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        quantised, row = quantise_input(x)
         # float32 until the scale is in: bfloat16 times a float32 column takes up to four times as long
         y = product(quantised, self.packed, self.scales, self.zeros).mul_(row)  # [rows, out]
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+class Int8Linear(KernelLinear):
+    """`x @ weight.T + bias`; input [..., in_features] of any float dtype, output of the same dtype."""
+
+    product: Int8Product
+    zeros: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(
+        self, product: Int8Product, start: int, out_features: int, bias: nn.Parameter | None
+    ) -> None:
+        super().__init__(product, start, out_features, bias)
+        for name in ("scales", "zeros"):  # views: counted as this layer's part of the product's
+            part = getattr(product, name)[start : start + out_features]  # [out]
+            self.register_buffer(name, part, persistent=False)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Int8Linear:
+        return cls.together([quantise(linear.weight.detach())], [linear.bias])[0]
+
+    @classmethod
+    def together(
+        cls, weights: Sequence[tuple[torch.Tensor, torch.Tensor]], biases: Sequence[nn.Parameter | None]
+    ) -> list[Int8Linear]:
+        """Layers of one input, all or none of them with a bias, as one product. weights: as of it."""
+        bias, parts = joined_biases(biases)
+        product = Int8Product(weights, bias)
+        sizes = [len(weight) for weight, _ in weights]
+        return [cls(product, *part) for part in zip(starts(sizes), sizes, parts, strict=True)]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.in_features * self.out_features
+
+    def stored(self) -> torch.Tensor:
+        """The weight's whole numbers, int8 [out, in], a copy."""
+        return self.product.stored()[self.start : self.start + self.out_features]
 
 
 def quantise_input(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,29 +126,6 @@ def quantise_input(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     row = activation_scales(flat)  # [rows, 1]
     # The cast cuts off, so half a step more rounds: all numbers are above 0.
     return flat.div(row).add_(ZERO_POINT + 0.5).to(torch.uint8), row
-
-
-class SharedInput:
-    """What `quantise_input` gave to the first of some layers that are called in turn with one tensor.
-
-    It is let go of with the last of them.
-    """
-
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._left = 0
-        self._input: torch.Tensor | None = None
-        self._given: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `quantise_input`; x must not be changed between the layers' calls."""
-        if self._given is None or self._input is not x:
-            self._input, self._given, self._left = x, quantise_input(x), self._layers
-        given = self._given
-        self._left -= 1
-        if not self._left:
-            self._input = self._given = None
-        return given
 
 
 def activation_scales(flat: torch.Tensor) -> torch.Tensor:
@@ -161,39 +181,43 @@ def require_int8(device: str | torch.device = "cpu", fix: str = "leave out quant
         raise ModelError(f"this CPU's int8 products overflow (it has no VNNI): {fix}")
 
 
-def quantise_linears(model: nn.Module, smallest: int | None = None) -> int:
+def quantise_linears(model: nn.Module, smallest: int | None = None, groups: Groups = ()) -> int:
     """Replace plain `nn.Linear`s in place, the head too, and free their weights; gives the number replaced.
 
     smallest: weights with fewer elements are left as they are, to be packed (`packed.pack_linears`); None is
-    `SMALLEST`. A head that shares its weight with the embedding gets an int8 copy of its own and the
-    embedding keeps the weight: rows of an embedding are looked up, not multiplied. Raises ModelError, see
-    `require_int8`.
+    `SMALLEST`. Those of a group become one product, and their elements are counted together. A head that
+    shares its weight with the embedding gets an int8 copy of its own and the embedding keeps the weight: rows
+    of an embedding are looked up, not multiplied. Raises ModelError, see `require_int8`.
     """
     require_int8(next(model.parameters()).device)
-    count = 0
-    for found in quantisable(model, smallest):
-        setattr(found.parent, found.name, Int8Linear.of(found.linear))
-        if not found.shared:
-            release_pages(found.linear.weight)
-        count += 1
+    found = {one.path: one for one in quantisable(model, smallest, groups=groups)}
+    count = len(found)
+    for names in units(found, groups):
+        layers = [found.pop(name) for name in names]
+        weights = [quantise(one.linear.weight.detach()) for one in layers]
+        made = Int8Linear.together(weights, [one.linear.bias for one in layers])
+        for one, layer in zip(layers, made, strict=True):
+            put(model, one.path, layer)
+            if not one.shared:
+                release_pages(one.linear.weight)
     gc.collect()
     return count
 
 
-def prepare_linears(model: nn.Module, quantise: Quantise = "none") -> None:
+def prepare_linears(model: nn.Module, quantise: Quantise = "none", groups: Groups = ()) -> None:
     """Give the linear layers of a draft their fastest kernels, in place: int8 if asked for, and packed ones
-    for the rest where this machine has them. Raises ModelError, see `require_int8`."""
+    for the rest where this machine has them; groups as one. Raises ModelError, see `require_int8`."""
     if quantise == "int8":
-        quantise_linears(model)
+        quantise_linears(model, groups=groups)
     if can_pack(model):
-        pack_linears(model)
+        pack_linears(model, groups)
 
 
-def quantised_bytes(model: nn.Module, embedding: bool = False) -> int:
+def quantised_bytes(model: nn.Module, embedding: bool = False, groups: Groups = ()) -> int:
     """What `weight_bytes` is of a model with int8 linear layers, for one that has none yet and may be without
-    data. embedding: its table of input embeddings is int8, too."""
+    data. embedding: its table of input embeddings is int8, too. groups: of layers that become one product."""
     total = weight_bytes(model)
-    for found in quantisable(model, embedding=embedding):
+    for found in quantisable(model, embedding=embedding, groups=groups):
         total += int8_bytes(found.linear.weight)
         total -= 0 if found.shared else found.linear.weight.nbytes
     if embedding:
@@ -214,28 +238,30 @@ def int8_bytes(weight: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Quantisable:
-    """A linear layer, where it is, its name from the model, and whether an embedding has the same weight."""
+    """A linear layer, its name from the model, and whether an embedding has the same weight."""
 
-    parent: nn.Module
-    name: str
     path: str
     linear: nn.Linear
     shared: bool
 
 
 def quantisable(
-    model: nn.Module, smallest: int | None = None, *, embedding: bool = False
+    model: nn.Module, smallest: int | None = None, *, embedding: bool = False, groups: Groups = ()
 ) -> Iterator[Quantisable]:
-    """The linear layers that gain: plain ones of at least `smallest` elements; None is `SMALLEST`.
+    """The linear layers that gain: plain ones that have, or whose group has, at least `smallest` elements;
+    None is `SMALLEST`.
 
     embedding: the embedding's own weight will be gone, so a head that shares it counts whatever its size.
     """
     least = SMALLEST if smallest is None else smallest
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for path, parent in list(model.named_modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear:
-                continue
-            shared = id(child.weight) in embeddings
-            if child.weight.numel() >= least or (embedding and shared):
-                yield Quantisable(parent, name, f"{path}.{name}" if path else name, child, shared)
+    found = linears(model)
+    elements = {
+        path: sum(found[name].weight.numel() for name in names)
+        for names in units(found, groups)
+        for path in names
+    }
+    for path, linear in found.items():
+        shared = id(linear.weight) in embeddings
+        if elements[path] >= least or (embedding and shared):
+            yield Quantisable(path, linear, shared)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from slipstream.errors import ModelError
 from slipstream.model.checkpoint import Checkpoint
 from slipstream.model.embedding import Int8Embedding
 from slipstream.model.int8 import Int8Linear, int8_bytes, quantisable, quantise
-from slipstream.model.packed import release_pages
+from slipstream.model.packed import Groups, put, release_pages, units
 from slipstream.model.progress import Progress
 from slipstream.model.store import (
     Store,
@@ -39,24 +39,28 @@ from slipstream.model.store import (
 from slipstream.version import __version__
 
 RECIPE = 1  # another number for other bits: symmetric, a scale an output channel, rounded half to even
+_ALL: Mapping[str, torch.Tensor] = {}  # of every module all rows
 PART_BYTES = 128 << 20  # so much is held before it is written; a larger weight is a part of its own
 
 
 @dataclass(frozen=True)
 class Int8Weights:
     """A complete folder. names: a module's name in the model -> file and name of its entry; modules that
-    share a weight share the entry."""
+    share a weight share the entry. kept: modules that have only these rows of it (`head.reduce_head`)."""
 
     folder: Path
     names: dict[str, tuple[str, str]]
+    kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: Path, model: nn.Module) -> Int8Weights | None:
+    def open(
+        cls, folder: Path, model: nn.Module, kept: Mapping[str, torch.Tensor] = _ALL
+    ) -> Int8Weights | None:
         """None where the folder is missing, damaged, or not of this model's layers and sizes."""
         record = manifest(folder)
         try:
             names = {path: (file, name) for path, (file, name) in (record or {})["names"].items()}
-            found = cls(folder, names)
+            found = cls(folder, names, kept)
             fits = all(found._fits(path, weight) for path, weight in sources(model))
         except (KeyError, TypeError, ValueError, AttributeError, OSError, SafetensorError):
             return None
@@ -69,13 +73,20 @@ class Int8Weights:
             scales = stored.get_slice(f"{name}.scales")
             found = [(t.get_dtype(), list(t.get_shape())) for t in (told, scales)]
             shape = [*weight.shape]
+            if path in self.kept:  # of a longer one
+                shape[0] = max(int(self.kept[path].amax()) + 1, told.get_shape()[0])
             return found == [("I8", shape), ("F32", shape[:1])]
 
     def get(self, path: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A module's weight int8 [out, in], mapped, and its scales float32 [out]."""
+        """A module's weight int8 [out, in], mapped where it has all rows, and its scales float32 [out]."""
         file, name = self.names[path]
         with safe_open(self.folder / file, framework="pt") as stored:
-            return stored.get_tensor(f"{name}.weight"), stored.get_tensor(f"{name}.scales").clone()
+            weight, scales = stored.get_tensor(f"{name}.weight"), stored.get_tensor(f"{name}.scales").clone()
+        if path not in self.kept:
+            return weight, scales
+        rows = weight[self.kept[path]], scales[self.kept[path]]
+        release_pages(weight)
+        return rows
 
 
 def sources(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,7 +94,7 @@ def sources(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for found in quantisable(model, 0):
         yield found.path, found.linear.weight.detach()
     table = model.get_input_embeddings()  # type: ignore[operator]
-    yield _place(model, table)[0], table.weight.detach()
+    yield _name(model, table), table.weight.detach()
 
 
 def int8_weights(
@@ -91,22 +102,23 @@ def int8_weights(
     model: PreTrainedModel,
     load_stored: Callable[[], PreTrainedModel],
     progress: Progress,
+    kept: Mapping[str, torch.Tensor] = _ALL,
 ) -> Int8Weights:
     """The int8 weights for a model that was loaded from this checkpoint; made now if need be.
 
     load_stored: loads it in the dtype it is stored in, so that weights are mapped and what is made does not
-    depend on the dtype of `model`. Raises ModelError, CapacityError.
+    depend on the dtype of `model`. kept: as of `Int8Weights`. Raises ModelError, CapacityError.
     """
     store = Store.default()
     folder = int8_folder(checkpoint, store, progress)
-    found = Int8Weights.open(folder, model)
+    found = Int8Weights.open(folder, model, kept)
     if found is not None:
         return found
     with store.lock(f"int8-{folder.name}", progress):
-        found = Int8Weights.open(folder, model)  # perhaps the process we waited for made it
+        found = Int8Weights.open(folder, model, kept)  # perhaps the process we waited for made it
         if found is None:
             _convert(load_stored(), folder, checkpoint.path.name, progress)
-            found = Int8Weights.open(folder, model)
+            found = Int8Weights.open(folder, model, kept)
     if found is None:
         raise ModelError(
             f"the int8 weights in {folder} are not those of {type(model).__name__}, although they were just"
@@ -171,20 +183,26 @@ class _Writer:
             self._parts += 1
 
 
-def use_int8(model: PreTrainedModel, weights: Int8Weights, *, embedding: bool = False) -> None:
+def use_int8(
+    model: PreTrainedModel, weights: Int8Weights, *, embedding: bool = False, groups: Groups = ()
+) -> None:
     """Replace the linear layers that gain, in place, and with `embedding` the table of input embeddings.
 
-    A layer at a time: what a kernel has copied is let go of. Raises ModelError where the table cannot be
-    replaced.
+    Those of a group become one product. A layer or a group at a time: what a kernel has copied is let go of.
+    Raises ModelError where the table cannot be replaced.
     """
     module = model.get_input_embeddings()
     table = module.weight
-    for found in quantisable(model, embedding=embedding):
-        quantised, scales = weights.get(found.path)
-        setattr(found.parent, found.name, Int8Linear(quantised, scales, found.linear.bias))
-        release_pages(quantised)
+    found = {one.path: one for one in quantisable(model, embedding=embedding, groups=groups)}
+    for names in units(found, groups):
+        stored = [weights.get(path) for path in names]
+        made = Int8Linear.together(stored, [found.pop(path).linear.bias for path in names])
+        for path, layer, (quantised, _) in zip(names, made, stored, strict=True):
+            put(model, path, layer)
+            if path not in weights.kept:
+                release_pages(quantised)
     if embedding:
-        path, parent, name = _place(model, module)
+        path = _name(model, module)
         others = [
             p for p, m in model.named_modules() if m is not module and table is m._parameters.get("weight")
         ]
@@ -193,12 +211,11 @@ def use_int8(model: PreTrainedModel, weights: Int8Weights, *, embedding: bool = 
                 f"the embedding of {type(model).__name__} is also used by {others[0]}, so it cannot be int8:"
                 " leave out embedding=int8"
             )
-        setattr(parent, name, Int8Embedding(*weights.get(path), module))
+        put(model, path, Int8Embedding(*weights.get(path), module))
     gc.collect()
 
 
-def _place(model: nn.Module, wanted: nn.Module) -> tuple[str, nn.Module, str]:
-    """A module's name from the model, its parent and its name there."""
-    path = next(path for path, module in model.named_modules() if module is wanted)
-    parent, _, name = path.rpartition(".")
-    return path, model.get_submodule(parent), name
+def _name(model: nn.Module, wanted: nn.Module) -> str:
+    """A module's name from the model."""
+    name: str = next(path for path, module in model.named_modules() if module is wanted)
+    return name

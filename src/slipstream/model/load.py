@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from slipstream.model.checkpoint import inspect, surplus_layers
 from slipstream.model.convert import convert_gguf, converted, converted_folder
 from slipstream.model.download import fetch_gguf
 from slipstream.model.generation import GenerationDefaults, generation_defaults
+from slipstream.model.head import reduce_head
 from slipstream.model.house import house_model, house_models
 from slipstream.model.hub import cached_snapshot, fetch_from_hub
 from slipstream.model.int8 import INT8_FIX, quantised_bytes, require_int8
@@ -27,6 +29,7 @@ from slipstream.model.int8_store import int8_weights, use_int8
 from slipstream.model.packed import weight_bytes
 from slipstream.model.progress import Progress, Silent, size
 from slipstream.model.quiet import first_line, quiet
+from slipstream.model.runner import siblings
 from slipstream.model.store import Store, manifest, reading_errors
 
 DTYPES = {
@@ -153,6 +156,7 @@ def load(
     embedding: str = "plain",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    head_rows: Callable[[PreTrainedModel, PreTrainedTokenizerBase], torch.Tensor | None] | None = None,
 ) -> LoadedModel:
     """Loads a causal language model with its tokenizer.
 
@@ -160,7 +164,8 @@ def load(
     int8 makes the linear layers that gain int8 ones, from a copy that is made once and kept (`int8_store`);
     all else stays in `dtype`. embedding: int8 as well, for the table of input embeddings. Only safetensors
     are read, and code from the checkpoint runs only with trust_remote_code. Files and memory are checked
-    before anything is loaded. Raises ParameterError, ModelError, CapacityError.
+    before anything is loaded. head_rows: asked which rows [n] of the LM head are to be kept (`reduce_head`),
+    before any weight is made int8; None is all of them. Raises ParameterError, ModelError, CapacityError.
     """
     check_precision(weights, embedding)
     where = _device(device)
@@ -179,15 +184,18 @@ def load(
     model, tokenizer = _from_pretrained(spec, path, chosen, where, trust_remote_code)
     model.eval()
     model.requires_grad_(False)
+    rows = None if head_rows is None else head_rows(model, tokenizer)
+    kept = {} if rows is None else {reduce_head(model, rows): rows}
     if weights == "int8":
-        require_memory(spec, quantised_bytes(model, embedding == "int8"), "int8", where)
+        groups = siblings(model)
+        require_memory(spec, quantised_bytes(model, embedding == "int8", groups), "int8", where)
 
         def as_stored() -> PreTrainedModel:
             return _from_pretrained(spec, path, stored, where, trust_remote_code)[0]
 
-        found = int8_weights(checkpoint, model, as_stored, progress)
+        found = int8_weights(checkpoint, model, as_stored, progress, kept)
         progress.stage(f"loading {spec} as int8", 0)
-        use_int8(model, found, embedding=embedding == "int8")
+        use_int8(model, found, embedding=embedding == "int8", groups=groups)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

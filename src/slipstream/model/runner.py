@@ -14,11 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.core.draft import Needs
-from slipstream.errors import CapacityError
+from slipstream.errors import CapacityError, ModelError
 from slipstream.model import attention
 from slipstream.model.cache import SlotCache
 from slipstream.model.pack import ROWS, Pack, PackRow, build_pack
 from slipstream.model.packed import can_pack, pack_linears, weight_bytes
+from slipstream.model.siblings import find_siblings
 from slipstream.model.support import check_declared, probe
 from slipstream.model.taps import Features, Taps, decoder
 
@@ -45,18 +46,17 @@ class Runner:
         self.cache = SlotCache()
         self.device = next(model.parameters()).device
         self._original = model.config._attn_implementation
-        self._packed = pack and can_pack(model)
-        if self._packed:
-            pack_linears(model)
         self._taps: Taps | None = None
         self.needs = Needs()
         model.set_attn_implementation(attention.NAME)
-        if check:
-            try:
+        try:
+            if pack and can_pack(model):
+                pack_linears(model, self.siblings())
+            if check:
                 probe(self, self._original)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def vocab_size(self) -> int:
@@ -75,6 +75,19 @@ class Runner:
     @property
     def memory_bytes(self) -> int:
         return self.weight_bytes + self.cache.memory_bytes
+
+    def siblings(self) -> list[tuple[str, ...]]:
+        """Groups of the model's plain linear layers that read one tensor in turn, by name (`siblings`)."""
+
+        def few_tokens() -> None:
+            slot = -1
+            self.cache.open(slot)
+            try:
+                self.forward([PackRow(slot, [1, 2, 3])], logits="none", taps=False)
+            finally:
+                self.cache.close(slot)
+
+        return find_siblings(self.model, few_tokens)
 
     def tap(self, needs: Needs) -> None:
         """Declare the features every forward must give from now on."""
@@ -128,3 +141,15 @@ class Runner:
         """Give the model its own attention back and free the cache."""
         self.model.set_attn_implementation(self._original)
         self.cache = SlotCache()
+
+
+def siblings(model: PreTrainedModel) -> list[tuple[str, ...]]:
+    """`Runner.siblings` of a model that nobody runs yet, which is left as it is; none if it cannot be run."""
+    try:
+        runner = Runner(model, pack=False, check=False)
+    except ModelError:
+        return []
+    try:
+        return runner.siblings()
+    finally:
+        runner.close()

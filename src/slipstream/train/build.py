@@ -15,13 +15,23 @@ from slipstream.model.rope import rope_parameters
 from slipstream.train.samples import Batch
 
 
-def frequent_tokens(batches: Iterable[Batch], size: int, vocab_size: int) -> torch.Tensor:
-    """The `size` commonest answer tokens, ascending; ties and what never came: the smaller ids first."""
+def answer_counts(batches: Iterable[Batch], vocab_size: int) -> torch.Tensor:
+    """How often each token comes in the answers, int64 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for batch in batches:
         counts += torch.bincount(batch.tokens[batch.loss].cpu(), minlength=vocab_size)[:vocab_size]
+    return counts
+
+
+def ranked_tokens(counts: torch.Tensor) -> torch.Tensor:
+    """All ids [V], the commonest first; ties and what never came: the smaller ids first."""
     # stable, so that equal counts keep the order of the ids
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+    return counts.sort(descending=True, stable=True).indices
+
+
+def frequent_tokens(batches: Iterable[Batch], size: int, vocab_size: int) -> torch.Tensor:
+    """The `size` commonest answer tokens, ascending; ties as `ranked_tokens`."""
+    return ranked_tokens(answer_counts(batches, vocab_size))[:size].sort().values
 
 
 def coverage(batches: Iterable[Batch], ids: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.errors import ParameterError
-from slipstream.train.corpus import functions, misspelt, passages, words
+from slipstream.prompts.corpus import functions, misspelt, passages, words
 
 _SLOT = re.compile(r"\{([a-z]+)(\d*)(?::(\d+)-(\d+))?\}")
 _TRIES = 50

@@ -1,4 +1,4 @@
-"""What prompts are made of: our word lists, and functions and documentation of Python's standard library."""
+"""Text that is always there: our word lists, and sources and documentation of Python's standard library."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ WORDS = Path(__file__).with_name("words.txt")
 _LINES = (5, 40)
 _MOST_CHARACTERS = 1600
 _PASSAGE = (300, 1500)
+_SLOT = re.compile(r"\{[^{}\n]*\}|##")
 
 
 @lru_cache
@@ -31,21 +32,23 @@ def words() -> Mapping[str, tuple[str, ...]]:
     return {name: tuple(found) for name, found in lists.items()}
 
 
-def _sources() -> list[str]:
+@lru_cache
+def sources() -> tuple[str, ...]:
+    """The modules of the list `module`, those that this Python has."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for name in words()["module"]:
         path = folder / f"{name}.py"
         if path.is_file():  # modules come and go between versions
             found.append(path.read_text(encoding="utf-8", errors="replace"))
-    return found
+    return tuple(found)
 
 
 @lru_cache
 def functions() -> tuple[str, ...]:
     """Source of short functions and methods, without indentation, in the order of the modules."""
     kept: dict[str, None] = {}
-    for source in _sources():
+    for source in sources():
         lines = source.splitlines()
         for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
@@ -60,7 +63,7 @@ def functions() -> tuple[str, ...]:
 @lru_cache
 def passages() -> tuple[str, ...]:
     """Paragraphs of prose: Python's language reference as `help()` has it, and modules' docstrings."""
-    texts = [ast.get_docstring(ast.parse(source)) or "" for source in _sources()]
+    texts = [ast.get_docstring(ast.parse(source)) or "" for source in sources()]
     topics = importlib.util.find_spec("pydoc_data")
     if topics is not None and topics.submodule_search_locations:  # some distributions leave it out
         for node in ast.walk(_topics(Path(topics.submodule_search_locations[0]) / "topics.py")):
@@ -75,6 +78,14 @@ def passages() -> tuple[str, ...]:
             if _PASSAGE[0] <= len(passage) <= _PASSAGE[1]:
                 kept[passage] = None
     return tuple(kept)
+
+
+def corpus() -> Mapping[str, tuple[str, ...]]:
+    """All of it by kind: `code`, the modules' whole sources; `prose`, the passages and our own sentences, in
+    English and some other languages, without what stands for a word."""
+    lists = (found for name, found in words().items() if name != "module")
+    sentences = (" ".join(_SLOT.sub(" ", entry).split()) for found in lists for entry in found)
+    return {"code": sources(), "prose": (*passages(), *sentences)}
 
 
 def _topics(path: Path) -> ast.Module:
