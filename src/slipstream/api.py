@@ -21,7 +21,7 @@ from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import LoadedModel
 from slipstream.model.load import load as load_model
 from slipstream.model.progress import Progress
-from slipstream.model.runner import Runner
+from slipstream.model.static_runner import open_runner
 from slipstream.verify import check_rule
 
 
@@ -67,7 +67,7 @@ def load(
     if "int8" in (weights, embedding) and (model.weights, model.embedding) != (weights, embedding):
         raise ParameterError("this model was loaded before, without int8 weights: load it with them")
     loaded = model
-    runner = Runner(loaded.model, pack=True)
+    runner = open_runner(loaded.model, rows=max_rows)
     if loaded.weights == "int8":
         share_inputs(runner)
     info = TargetInfo(

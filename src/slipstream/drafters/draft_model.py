@@ -39,6 +39,7 @@ from slipstream.model.int8_share import share_inputs
 from slipstream.model.load import load
 from slipstream.model.parts import ModelParts
 from slipstream.model.runner import Runner
+from slipstream.model.static_runner import open_runner
 from slipstream.model.vocab import shared_vocabulary
 
 
@@ -97,7 +98,7 @@ class ModelDrafter(Drafter):
             self._vocab = shared_vocabulary(
                 target.tokenizer, loaded.tokenizer, target.vocab_size, int(loaded.model.config.vocab_size)
             )
-            runner = Runner(loaded.model, pack=True)
+            runner = open_runner(loaded.model)
         else:
             self._vocab = min(target.vocab_size, runner.vocab_size)
             if config.quantise == "int8":

@@ -305,13 +305,12 @@ class Engine:
             outcomes.append(
                 RowOutcome(sequence.id, tree.depth, tree.num_drafted, accepted, emitted, sequence.finished)
             )
-            index = [span.start + n for n in kept]
             observations.append(
                 Observation(
                     sequence.id,
                     start,
                     tuple(tree.tokens[n] for n in kept),
-                    {k: v[index] for k, v in output.features.items()},
+                    output.features_of([span.start + n for n in kept]),
                     w.draft,
                     kept[1:],
                     output.logits[span.start : span.end]

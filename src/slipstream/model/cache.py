@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.model.transfer import put
+
 WIDTH = 512
 Columns = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> keys and values [kv_heads, n, head_dim]
 
@@ -119,12 +121,16 @@ class SlotCache:
         if entry.in_order == entry.length:
             entry.in_order += moved
         if moved < count:
-            index = torch.as_tensor(keep) + entry.length  # [count]
-            for keys, values in entry.layers.values():
-                for stored in (keys, values):
-                    chosen = stored.index_select(1, index.to(stored.device))  # a copy, so no overlap
-                    stored[:, entry.length : entry.length + count] = chosen
+            self._gather(slot, torch.as_tensor(keep) + entry.length)
         entry.length += count
+
+    def _gather(self, slot: int, index: torch.Tensor) -> None:
+        """Put these columns [n] directly behind the length."""
+        entry = self._slots[slot]
+        for keys, values in entry.layers.values():
+            for stored in (keys, values):
+                chosen = stored.index_select(1, put(index, stored.device))  # a copy, so no overlap
+                stored[:, entry.length : entry.length + len(index)] = chosen
 
     @torch.inference_mode()
     def append(self, slot: int, parts: Sequence[Columns]) -> None:

@@ -54,7 +54,8 @@ def _record(runner: Runner) -> list[_Call]:
     slot = -1
     runner.cache.open(slot)
     try:
-        runner.forward([PackRow(slot, _TOKENS)], logits="none", taps=False)
+        with runner.altered(None):
+            runner.forward([PackRow(slot, _TOKENS)], logits="none", taps=False)
     finally:
         runner.cache.close(slot)
         for handle in handles:
