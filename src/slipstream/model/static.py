@@ -26,9 +26,10 @@ from slipstream.model.transfer import put
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of which steps are alike: rows, tokens of each, columns that attention reads, what is computed
-    (`Runner.forward`'s logits, the features, `Runner.variant`)."""
+    """Of which steps are alike: the rows of the cache from `first` on, tokens of each, columns that attention
+    reads, what is computed (`Runner.forward`'s logits, the features, `Runner.variant`)."""
 
+    first: int
     rows: int
     width: int
     columns: int
@@ -78,7 +79,7 @@ class Inputs:
         self.trunk, self.nodes = cut["trunk"], cut["nodes"]
         self.order, self.last = cut["order"], cut["last"]
 
-    def fill(self, pack: Pack, cache: StaticCache) -> None:
+    def fill(self, pack: Pack, cache: StaticCache, first: int) -> None:
         """Tell of this pack, whose ids and positions lie in main memory. One copy, which nobody waits for."""
         line = np.zeros(sum(self._sizes), dtype=np.int64)
         parts = np.split(line, np.cumsum(self._sizes)[:-1])
@@ -88,7 +89,7 @@ class Inputs:
         ids, positions = pack.input_ids[0].numpy(), pack.position_ids[0].numpy()
         at["places"][:] = cache.tokens
         for index, span in enumerate(pack.spans):
-            row = cache.row(span.slot)
+            row = cache.row(span.slot) - first
             begin, count = row * self.width, span.count
             at["ids"][0, begin : begin + count] = ids[span.start : span.end]
             at["positions"][0, begin : begin + count] = positions[span.start : span.end]
@@ -102,11 +103,12 @@ class Inputs:
 
 
 class StaticStep:
-    """A `Step` over the first rows of a cache; its operators depend on the shape alone."""
+    """A `Step` over rows of a cache that lie together; its operators depend on the shape alone."""
 
-    def __init__(self, inputs: Inputs, cache: StaticCache, columns: int) -> None:
+    def __init__(self, shape: Shape, inputs: Inputs, cache: StaticCache) -> None:
         self.layers_seen: set[int] = set()
-        self._inputs, self._cache, self._columns = inputs, cache, columns
+        self._first, self._columns = shape.first, shape.columns
+        self._inputs, self._cache = inputs, cache
         self._rows = torch.arange(inputs.rows, device=inputs.ids.device)[:, None]  # [rows, 1]
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
@@ -121,14 +123,14 @@ class StaticStep:
     ) -> torch.Tensor:
         rows, width, kv_heads = self._inputs.rows, self._inputs.width, key.shape[1]
         group = query.shape[1] // kv_heads
-        planes = self._cache.planes(layer)  # each [R, kv_heads, tokens + 1, D]
+        planes = [plane[self._first : self._first + rows] for plane in self._cache.planes(layer)]
         for plane, new in zip(planes, (key, value), strict=True):
             by_token = (
                 new[0].view(kv_heads, rows, width, -1).permute(1, 2, 0, 3)
             )  # [rows, width, kv_heads, D]
             plane[self._rows, :, self._inputs.places] = by_token
         lines = query[0].view(kv_heads, group, rows, width, -1).permute(2, 0, 3, 1, 4)
-        keys, values = (plane[:rows, :, : self._columns] for plane in planes)
+        keys, values = (plane[:, :, : self._columns] for plane in planes)  # each [rows, kv_heads, W, D]
         output = scaled_dot_product_attention(
             lines.reshape(rows, kv_heads, width * group, -1),
             keys,

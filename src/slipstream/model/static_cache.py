@@ -87,8 +87,9 @@ class StaticCache(SlotCache):
         return width
 
     @torch.inference_mode()
-    def settle(self, slots: Sequence[int]) -> int:
-        """How many rows, from the first, have these slots among them: a power of two.
+    def settle(self, slots: Sequence[int]) -> tuple[int, int]:
+        """The first of the rows among which these slots are, and how many rows that are: a power of two, and
+        the first a multiple of it.
 
         Slots that lie far behind move to free rows in front, so that what is left of many does not cost what
         many did.
@@ -104,7 +105,10 @@ class StaticCache(SlotCache):
                     stack[:, free].copy_(stack[:, self._row[slot]])
                 self._row[slot] = free
                 self._show(slot)
-        return power_of_two(max(self._row[slot] for slot in slots) + 1)
+        rows = [self._row[slot] for slot in slots]
+        while min(rows) // enough != max(rows) // enough:
+            enough *= 2
+        return min(rows) // enough * enough, enough
 
     def _gather(self, slot: int, index: torch.Tensor) -> None:
         length, row = self.length(slot), self._row[slot]

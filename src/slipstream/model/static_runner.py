@@ -90,14 +90,14 @@ class StaticRunner(Runner):
         if cache is None or not fits(pack):
             ids, positions = (put(t, self.device) for t in (pack.input_ids, pack.position_ids))
             return super()._compute(replace(pack, input_ids=ids, position_ids=positions), logits)
-        rows = cache.settle([span.slot for span in pack.spans])
+        first, rows = cache.settle([span.slot for span in pack.spans])
         width = power_of_two(max(span.count for span in pack.spans))
         columns = bucket(max(span.width for span in pack.spans))
-        shape = Shape(rows, width, columns, logits, self._wanted, self.variant)
+        shape = Shape(first, rows, width, columns, logits, self._wanted, self.variant)
         if (rows, width) not in self._inputs:
             self._inputs[rows, width] = Inputs(rows, width, self.device)
         inputs = self._inputs[rows, width]
-        inputs.fill(pack, cache)
+        inputs.fill(pack, cache, first)
         out, features = self._step(shape, inputs, cache)()
         # Copies: the next step of this shape overwrites what this one gave.
         order = inputs.order[: pack.count]
@@ -129,7 +129,7 @@ class StaticRunner(Runner):
 
     def _work(self, shape: Shape, inputs: Inputs, cache: StaticCache) -> tuple[torch.Tensor | None, Features]:
         """logits of all T tokens, or [rows, V] of the last ones; features [T, hidden]."""
-        step = StaticStep(inputs, cache, shape.columns)
+        step = StaticStep(shape, inputs, cache)
         keep = inputs.last if shape.logits == "last" else None
         out = self._call(step, inputs.ids, inputs.positions, shape.logits, keep)
         if out is not None:
