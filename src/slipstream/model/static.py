@@ -125,10 +125,8 @@ class StaticStep:
         group = query.shape[1] // kv_heads
         planes = [plane[self._first : self._first + rows] for plane in self._cache.planes(layer)]
         for plane, new in zip(planes, (key, value), strict=True):
-            by_token = (
-                new[0].view(kv_heads, rows, width, -1).permute(1, 2, 0, 3)
-            )  # [rows, width, kv_heads, D]
-            plane[self._rows, :, self._inputs.places] = by_token
+            by_token = new[0].view(kv_heads, rows, width, -1).permute(1, 2, 0, 3)
+            plane[self._rows, :, self._inputs.places] = by_token  # [rows, width, kv_heads, D]
         lines = query[0].view(kv_heads, group, rows, width, -1).permute(2, 0, 3, 1, 4)
         keys, values = (plane[:, :, : self._columns] for plane in planes)  # each [rows, kv_heads, W, D]
         output = scaled_dot_product_attention(

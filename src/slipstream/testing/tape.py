@@ -1,7 +1,7 @@
-"""What a CUDA graph does, on a CPU: the operators of a step are written down once and run again without Python.
+"""What a CUDA graph does, on a CPU: a step's operators are written down once and run again without Python.
 
-So a step that is right only because its Python runs again (it reads a length, it makes a tensor anew, it asks
-for a value) is found out without a GPU.
+So a step that is right only because its Python runs again (it reads a length, it makes a tensor anew, it
+asks for a value) is found out without a GPU.
 """
 
 from __future__ import annotations
