@@ -81,6 +81,8 @@ class Twins:
         length = self.plain.cache.length(slot)
         assert self.static.cache.length(slot) == length
         assert self.static.cache.in_order(slot) == self.plain.cache.in_order(slot)
+        if not length:  # then a slot of the other kind may have no layers yet
+            return self.cache("close", slot)
         (want,), (got,) = (runner.cache.release(slot, [range(length)]) for runner in self.both)
         assert set(got) == set(want)
         for layer, pair in want.items():
