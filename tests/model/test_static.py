@@ -105,7 +105,8 @@ def play(twins: Twins, rng: random.Random, turns: int) -> None:
         chance = rng.random()
         if not slots or (len(slots) < 6 and chance < 0.2):
             slots.append(turn)
-            twins.start(turn, draw(rng.choice((1, 2, 7, 40, 90, WIDTH - 4))))
+            count = rng.choice((1, 2, 7, 40, 90)) if turn else WIDTH - 4
+            twins.start(turn, draw(count))
         elif chance < 0.3:
             twins.same_columns(slots.pop(rng.randrange(len(slots))))
         elif chance < 0.4:

@@ -25,6 +25,9 @@ class Recorder(Protocol):
         """Called, the result does again what `work` did to its tensors, on what they hold then, and gives the
         same outputs, filled anew. Raises RecordError."""
 
+    def forget(self) -> None:
+        """Nothing that was recorded is there any more."""
+
 
 class CudaGraphs:
     """`Recorder` by CUDA graphs, which share one pool of memory: they run one after the other."""
@@ -47,6 +50,7 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     outputs = work()
             except RuntimeError as error:
+                torch.cuda.set_stream(current)  # a capture that fails leaves its own in place
                 raise RecordError(f"a step cannot become a CUDA graph: {first_line(error)}") from error
 
         def replay() -> T:
@@ -54,3 +58,6 @@ class CudaGraphs:
             return outputs
 
         return replay
+
+    def forget(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph

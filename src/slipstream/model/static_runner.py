@@ -112,6 +112,8 @@ class StaticRunner(Runner):
         if cache.epoch != self._epoch:  # what was recorded reads where the cache was
             self._steps.clear()
             self._epoch = cache.epoch
+            if self._recorder is not None:
+                self._recorder.forget()
         step = self._steps.pop(shape, None)
         if step is None:
             work = partial(self._work, shape, inputs, cache)

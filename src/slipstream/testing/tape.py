@@ -37,6 +37,9 @@ class OpTape:
 
         return replay
 
+    def forget(self) -> None:
+        """The counts stay."""
+
 
 class _Writing(TorchDispatchMode):
     """Operators in order, with the very tensors they read and gave."""
