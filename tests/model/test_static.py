@@ -11,6 +11,7 @@ import torch
 
 from slipstream.core.draft import Needs
 from slipstream.core.params import SamplingParams
+from slipstream.drafters.none import NoConfig, NoDrafter
 from slipstream.engine.engine import Engine
 from slipstream.engine.faults import _FamilySpan
 from slipstream.errors import CapacityError
@@ -301,6 +302,30 @@ def test_the_engine_says_what_plain_decoding_says(kind: str) -> None:
         told = run_all(engine, requests, arrive=2)
         assert engine.counts.accepted_tokens > 20
     assert told == list(known.values()) and tape.replayed > tape.recorded > 5
+
+
+def test_no_more_is_admitted_than_rows_as_long_as_the_longest_have_memory_for() -> None:
+    runner = StaticRunner(make(max_position_embeddings=8192), pack=False)
+    cache = runner.cache
+    assert isinstance(cache, StaticCache)
+    assert cache.held([]) == 0 and cache.held([WIDTH]) == WIDTH
+    assert cache.held([WIDTH] * 3) == 4 * WIDTH and cache.held([3 * WIDTH, WIDTH]) == 2 * 4 * WIDTH
+    with Engine(runner, NoDrafter(NoConfig(), None), max_rows=8, cache_tokens=4 * WIDTH) as engine:  # type: ignore[arg-type]
+        long = SamplingParams(max_tokens=WIDTH, ignore_eos=True)
+        short = SamplingParams(max_tokens=6, ignore_eos=True)
+        ids = [engine.add(prompt, short) for prompt in ([1, 2], [3], [4], [5])]
+        ids += [engine.add([1, 2, 3], long), engine.add([9], short)]
+        engine.step()
+        assert len(engine.load.admitted) == 4 and engine.load.reserved == 4 * WIDTH
+        with pytest.raises(CapacityError, match="may need 4096 cached tokens, there is memory for 2048"):
+            engine.add([1], SamplingParams(max_tokens=4 * WIDTH, ignore_eos=True))
+        ended: dict[int, int] = {}
+        while engine.has_work:
+            for event in engine.step():
+                ended[event.seq_id] = ended.get(event.seq_id, 0) + len(event.tokens)
+                assert cache.rows * cache.tokens <= 4 * WIDTH
+        assert cache.epoch > 2 and cache.tokens == 2 * WIDTH  # rows made room for columns
+    assert set(ended) == set(ids) and ended[ids[4]] == WIDTH
 
 
 # -- what a step is told --------------------------------------------------------------------------------

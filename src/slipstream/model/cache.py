@@ -77,6 +77,13 @@ class SlotCache:
         """Columns there is memory for; 0 for a slot that is not open."""
         return self._slots[slot].capacity if slot in self._slots else 0
 
+    def held(self, tokens: Sequence[int]) -> int:
+        """Columns there is memory for once the only slots hold so many tokens, in whole widths."""
+        return sum(tokens)
+
+    def limit(self, tokens: int | None) -> None:
+        """Nobody will open slots of which more than so many are `held`. None: anybody may."""
+
     def rollback(self, slot: int, length: int) -> None:
         """Forget everything from position `length` on."""
         entry = self._slots[slot]

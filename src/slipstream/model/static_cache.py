@@ -3,8 +3,8 @@
 What a CUDA graph has recorded reads and writes fixed addresses. So all rows have the same capacity, a slot
 is a row of one tensor [layers, rows, kv_heads, capacity + 1, head_dim] (one for each shape that layers
 have), and the tensors are replaced, which `epoch` tells, only when there are more slots or longer ones than
-they hold: then the number of rows, or the capacity, is doubled. The last column is nobody's: what padding
-computes is written there.
+they hold: then the number of rows, or the capacity, is doubled, and under a limit the other one is cut to
+what is needed. The last column is nobody's: what padding computes is written there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ _Kind = tuple[int, int, torch.dtype]  # key/value heads, head_dim, dtype
 
 
 def power_of_two(n: int) -> int:
-    """The lowest that is n or more."""
-    return 1 << (n - 1).bit_length()
+    """The lowest that is n or more, 1 at least."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _capacity(tokens: int) -> int:
+    return WIDTH * power_of_two(columns(tokens) // WIDTH)
 
 
 class StaticCache(SlotCache):
@@ -32,8 +36,10 @@ class StaticCache(SlotCache):
         super().__init__()
         self.epoch = 0
         self.rows = power_of_two(rows)
-        self.tokens = WIDTH * power_of_two(columns(tokens) // WIDTH)
+        self.tokens = _capacity(tokens)
         self._row: dict[int, int] = {}  # of each open slot
+        self._width: dict[int, int] = {}  # columns that each has come to need
+        self._most: int | None = None
         self._places: dict[int, list[tuple[_Kind, int]]] = {}  # layer -> where its keys and its values are
         counts: dict[_Kind, int] = {}
         for layer, pair in like.items():
@@ -47,7 +53,15 @@ class StaticCache(SlotCache):
 
     @property
     def memory_bytes(self) -> int:
-        return sum(stack.nbytes for stack in self._stacks.values())
+        """Of the slots that are open; free rows wait beside them."""
+        return sum(stack.nbytes for stack in self._stacks.values()) // self.rows * len(self._row)
+
+    def held(self, tokens: Sequence[int]) -> int:
+        """All rows are as long as the longest."""
+        return power_of_two(len(tokens)) * _capacity(max(tokens)) if tokens else 0
+
+    def limit(self, tokens: int | None) -> None:
+        self._most = tokens
 
     def row(self, slot: int) -> int:
         """Where the slot lies now."""
@@ -62,8 +76,9 @@ class StaticCache(SlotCache):
     def open(self, slot: int) -> None:
         super().open(slot)
         if len(self._row) == self.rows:
-            self._grow(2 * self.rows, self.tokens)
+            self._resize(2 * self.rows, self.tokens)
         taken = set(self._row.values())
+        self._width[slot] = WIDTH
         self._row[slot] = next(row for row in range(self.rows) if row not in taken)
         for stack in self._stacks.values():  # a masked column is multiplied by 0, and 0·NaN is NaN
             stack[:, self._row[slot]].zero_()
@@ -73,17 +88,19 @@ class StaticCache(SlotCache):
         """Free the slot's row; the memory is kept for the next."""
         super().close(slot)
         self._row.pop(slot, None)
+        self._width.pop(slot, None)
 
     def release(self, slot: int, ranges: Sequence[range]) -> list[Columns]:
         kept = super().release(slot, ranges)
-        self._row.pop(slot)
+        self.close(slot)
         return kept
 
     @torch.inference_mode()
     def reserve(self, slot: int, new: int) -> int:
         width = columns(self.length(slot) + new)
+        self._width[slot] = max(self._width[slot], width)
         if width > self.tokens:
-            self._grow(self.rows, WIDTH * power_of_two(width // WIDTH))
+            self._resize(self.rows, _capacity(width))
         return width
 
     @torch.inference_mode()
@@ -117,14 +134,20 @@ class StaticCache(SlotCache):
             held = stack[:, row]  # [layers, kv_heads, tokens + 1, head_dim]
             held[:, :, length : length + len(index)] = held.index_select(2, index)
 
-    def _grow(self, rows: int, tokens: int) -> None:
-        old_rows, old_tokens = self.rows, self.tokens
+    def _resize(self, rows: int, tokens: int) -> None:
+        """At least so many rows of so many columns, of which one is more than there were."""
+        if self._most is not None and rows * tokens > self._most:
+            rows, tokens = power_of_two(len(self._slots)), _capacity(max(self._width.values(), default=1))
         self.rows, self.tokens = rows, tokens
-        for kind in list(self._stacks):
-            old = self._stacks[kind]
+        order = sorted(self._row, key=self._row.__getitem__)
+        before = [self._row[slot] for slot in order]
+        for kind, old in list(self._stacks.items()):
             new = self._new(kind, len(old))
-            new[:, :old_rows, :, :old_tokens] = old[:, :, :, :old_tokens]
+            kept = min(old.shape[3] - 1, tokens)
+            for row, was in enumerate(before):
+                new[:, row, :, :kept] = old[:, was, :, :kept]
             self._stacks[kind] = new
+        self._row = {slot: row for row, slot in enumerate(order)}
         self.epoch += 1
         for slot in self._row:
             self._show(slot)
