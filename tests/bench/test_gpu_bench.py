@@ -23,7 +23,7 @@ def test_the_tables_have_every_batch_and_width(tmp_path: Path, capsys: pytest.Ca
     exact = found["exact"]
     assert [one["drafts"] for one in exact] == ["plain decoding", "chains", "trees"]
     assert all(one["same"] == one["answers"] == 3 and not one["margins"] for one in exact)
-    assert 0 < exact[-1]["logits_error"] < 1e-5
+    assert 0 <= exact[-1]["logits_error"] < 1e-5
     assert [(one["batch"], one["width"]) for one in found["steps"]] == [(1, 1), (1, 5), (3, 1), (3, 5)]
     each = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head_dim, bytes of float32
     first, last = found["steps"][0], found["steps"][-1]
