@@ -101,13 +101,15 @@ def play(twins: Twins, rng: random.Random, turns: int) -> None:
     def draw(count: int) -> list[int]:
         return [rng.randrange(VOCAB) for _ in range(count)]
 
-    slots: list[int] = []
+    slots = [-9]
+    twins.start(-9, draw(WIDTH - 4))
+    twins.forward([PackRow(-9, draw(9))])  # the columns of one block no longer suffice
+    twins.cache("commit", -9, range(9))
     for turn in range(turns):
         chance = rng.random()
         if not slots or (len(slots) < 6 and chance < 0.2):
             slots.append(turn)
-            count = rng.choice((1, 2, 7, 40, 90)) if turn else WIDTH - 4
-            twins.start(turn, draw(count))
+            twins.start(turn, draw(rng.choice((1, 2, 7, 40, 90))))
         elif chance < 0.3:
             twins.same_columns(slots.pop(rng.randrange(len(slots))))
         elif chance < 0.4:
@@ -139,13 +141,13 @@ def play(twins: Twins, rng: random.Random, turns: int) -> None:
 def test_any_steps_give_what_the_runner_gives_that_goes_row_by_row(kind: str, recorded: bool) -> None:
     tape = OpTape() if recorded else None
     twins = Twins(kind, tape)
-    play(twins, random.Random(kind), 70)
+    play(twins, random.Random(kind), 12 if recorded else 40)
     assert twins.static.not_recorded is None
     cache = twins.static.cache
-    assert isinstance(cache, StaticCache) and cache.epoch > 2  # it had to grow both ways
+    assert isinstance(cache, StaticCache) and cache.epoch > 1  # it had to grow both ways
     assert cache.rows > 1 and cache.tokens > WIDTH
     if tape is not None:
-        assert tape.replayed > tape.recorded > 10
+        assert tape.replayed >= tape.recorded > 5
 
 
 def test_a_shape_is_recorded_once_until_the_cache_must_move() -> None:
@@ -210,8 +212,9 @@ def test_padding_leaves_the_drafts_of_other_rows_alone() -> None:
 
 
 def test_a_slot_behind_many_that_have_ended_comes_to_the_front() -> None:
-    twins = Twins(tape=OpTape())
-    for slot in range(8):
+    twins = Twins(rows=8)
+    twins.cache("open", 0)
+    for slot in range(1, 8):
         twins.start(slot, [slot, 2, 3])
     cache = twins.static.cache
     assert isinstance(cache, StaticCache)
@@ -229,12 +232,12 @@ def test_a_slot_behind_many_that_have_ended_comes_to_the_front() -> None:
 
 def test_features_are_those_of_the_step_also_where_it_is_replayed() -> None:
     twins = Twins(tape=OpTape())
-    for needs in (Needs(hidden_layers=(0, 2)), Needs(hidden_layers=(1,), last_hidden=True), Needs()):
+    for needs in (Needs(hidden_layers=(0, 2), last_hidden=True), Needs()):
         for runner in twins.both:
             runner.tap(needs)
         for slot in (0, 1):
             twins.start(slot, [1, 2, 3 + slot])
-        for token in (4, 5, 6):
+        for token in (4, 5):
             twins.forward([PackRow(1, [token]), PackRow(0, [token, 9])])
             twins.forward([PackRow(0, [token])], taps=False)
             twins.forward([PackRow(0, [token, 3])], logits="none")
@@ -311,10 +314,9 @@ def test_no_more_is_admitted_than_rows_as_long_as_the_longest_have_memory_for() 
     assert cache.held([]) == 0 and cache.held([WIDTH]) == WIDTH
     assert cache.held([WIDTH] * 3) == 4 * WIDTH and cache.held([3 * WIDTH, WIDTH]) == 2 * 4 * WIDTH
     with Engine(runner, NoDrafter(NoConfig(), None), max_rows=8, cache_tokens=4 * WIDTH) as engine:  # type: ignore[arg-type]
-        long = SamplingParams(max_tokens=WIDTH, ignore_eos=True)
         short = SamplingParams(max_tokens=6, ignore_eos=True)
         ids = [engine.add(prompt, short) for prompt in ([1, 2], [3], [4], [5])]
-        ids += [engine.add([1, 2, 3], long), engine.add([9], short)]
+        ids += [engine.add([3] * (WIDTH - 2), short), engine.add([9], short)]
         engine.step()
         assert len(engine.load.admitted) == 4 and engine.load.reserved == 4 * WIDTH
         with pytest.raises(CapacityError, match="may need 4096 cached tokens, there is memory for 2048"):
@@ -325,7 +327,7 @@ def test_no_more_is_admitted_than_rows_as_long_as_the_longest_have_memory_for() 
                 ended[event.seq_id] = ended.get(event.seq_id, 0) + len(event.tokens)
                 assert cache.rows * cache.tokens <= 4 * WIDTH
         assert cache.epoch > 2 and cache.tokens == 2 * WIDTH  # rows made room for columns
-    assert set(ended) == set(ids) and ended[ids[4]] == WIDTH
+    assert set(ended) == set(ids) and set(ended.values()) == {6}
 
 
 # -- what a step is told --------------------------------------------------------------------------------
