@@ -38,7 +38,8 @@ class CudaGraphs:
 
     def record(self, work: Callable[[], T]) -> Callable[[], T]:
         with torch.cuda.device(self._device):
-            current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            current = torch.cuda.current_stream()
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             aside.wait_stream(current)
             with torch.cuda.stream(aside):
                 for _ in range(_WARM_UPS):

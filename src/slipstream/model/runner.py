@@ -53,7 +53,7 @@ class Runner:
         self.model = model
         self.config = model.config.get_text_config()
         self.cache = SlotCache()
-        self.device = next(model.parameters()).device
+        self.device: torch.device = next(model.parameters()).device
         self.variant: Hashable | None = "whole"  # see `altered`
         self._original = model.config._attn_implementation
         self._packed = pack and can_pack(model)

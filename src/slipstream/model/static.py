@@ -72,7 +72,7 @@ class Inputs:
         }
         self._sizes = [int(np.prod(shape)) for shape in self._shapes.values()]
         self._buffer = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        parts = self._buffer.split(self._sizes)
+        parts = self._buffer.split(self._sizes)  # type: ignore[no-untyped-call]
         cut = {name: part.view(self._shapes[name]) for name, part in zip(self._shapes, parts, strict=True)}
         self.ids, self.positions = cut["ids"], cut["positions"]
         self.places, self.sees = cut["places"], cut["sees"]
@@ -156,7 +156,7 @@ class StaticStep:
         number = node.clamp(0, NODES - 1)
         in_tree = ((node >= 0) & (node < NODES))[:, None]  # [rows, 1, W]
         ancestor = ((inputs.sees[:, :, None] >> number[:, None]) & 1) == 1  # [rows, width, W]
-        seen = (node < 0)[:, None] | (in_tree & ancestor)
+        seen: torch.Tensor = (node < 0)[:, None] | (in_tree & ancestor)
         if window is not None:
             stands = torch.where(node < 0, columns, inputs.nodes.gather(1, number))  # [rows, W]
             own = inputs.positions.view(inputs.rows, inputs.width, 1)

@@ -41,11 +41,11 @@ class OpTape:
         """The counts stay."""
 
 
-class _Writing(TorchDispatchMode):
+class _Writing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operators in order, with the very tensors they read and gave."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]] = []
 
     def __torch_dispatch__(
