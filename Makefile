@@ -7,7 +7,7 @@ TARGET := qwen2.5-coder-1.5b
 DRAFT  := qwen2.5-coder-0.5b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-real check format bench bench-drafters bench-peers bench-sweep tiny-models clean
+.PHONY: help install demo test test-slow test-real test-gpu check format bench bench-drafters bench-peers bench-sweep bench-gpu tiny-models clean
 
 help:  ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ test-real: $(STAMP)  ## The tests on the real pair (about half an hour on two co
 	@$(BIN)/slipstream pull $(TARGET) $(DRAFT)
 	$(BIN)/python -m pytest -q -m real tests/real
 
+test-gpu: $(STAMP)  ## The tests on a CUDA GPU; without one they are skipped and say so (needs torch's CUDA build)
+	$(BIN)/python -m pytest -q -rs -m gpu
+
 check: $(STAMP)  ## Lint, format check and strict types
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
@@ -58,6 +61,9 @@ bench-sweep: $(STAMP)  ## The planner's predictions against a full sweep (run it
 
 bench-peers: $(STAMP)  ## Slipstream, transformers, llama.cpp, vLLM and OpenVINO by turns (hours; run it again to go on)
 	$(BIN)/python bench/peers.py --resume
+
+bench-gpu: $(STAMP)  ## Steps of an 8B model on a CUDA GPU against its memory's speed, and the CPU's tokens
+	$(BIN)/python bench/gpu.py
 
 tiny-models: $(STAMP)  ## Train the models and drafters that ship with the package (20 minutes on two cores)
 	$(BIN)/python -m pip install --quiet -e '.[train]' -c constraints.txt

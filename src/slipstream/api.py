@@ -20,7 +20,7 @@ from slipstream.model.generation import GENERATION
 from slipstream.model.load import LoadedModel
 from slipstream.model.load import load as load_model
 from slipstream.model.progress import Progress
-from slipstream.model.runner import Runner
+from slipstream.model.static_runner import open_runner
 from slipstream.verify import check_rule
 
 
@@ -82,7 +82,7 @@ def load(
         raise ParameterError("this model was loaded before, without int8 weights: load it with them")
     loaded = model
     defaults = default_params(loaded)
-    runner = Runner(loaded.model, pack=True)
+    runner = open_runner(loaded.model, rows=max_rows)
     info = TargetInfo(
         vocab_size=min(runner.vocab_size, len(loaded.tokenizer)),
         context=runner.context,

@@ -40,6 +40,7 @@ from slipstream.logits.warp import law_of
 from slipstream.model.blueprint import Blueprint
 from slipstream.model.load import load
 from slipstream.model.runner import Runner
+from slipstream.model.static_runner import open_runner
 from slipstream.model.translate import Translator, shared_tokens
 
 # A token of a tokenizer: tokenizers 0.22 keeps 99 MB for the 151,936 of Qwen2.5 (resident set).
@@ -87,7 +88,7 @@ class CrossVocabDrafter(Drafter):
         if runner is None:
             dtype = config.dtype if config.dtype != "auto" else target.dtype
             loaded = load(config.model, dtype=dtype, device=target.device, **target.options)
-            runner, tokenizer = Runner(loaded.model, pack=True), loaded.tokenizer
+            runner, tokenizer = open_runner(loaded.model), loaded.tokenizer
         self._runner = runner
         self._cache = OwnCache(runner)
         self._translator = Translator(target.tokenizer, tokenizer)

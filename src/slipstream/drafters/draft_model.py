@@ -45,6 +45,7 @@ from slipstream.model.int8 import Quantise, prepare_linears, require_int8
 from slipstream.model.load import load
 from slipstream.model.parts import ModelParts
 from slipstream.model.runner import Runner
+from slipstream.model.static_runner import open_runner
 from slipstream.model.vocab import shared_vocabulary
 
 
@@ -112,13 +113,14 @@ class ModelDrafter(Drafter):
             loaded = load(
                 name, dtype=dtype, weights=weights, device=target.device, head_rows=drafted, **target.options
             )
-            runner = Runner(loaded.model, pack=True)
+            runner = open_runner(loaded.model)
         else:
             ids = self._choose(min(target.vocab_size, runner.vocab_size), target)
             if ids is not None:
                 reduce_head(runner.model, ids)
             if config.quantise == "int8":
                 prepare_linears(runner.model, config.quantise, runner.siblings())
+            runner.parts_replaced()
         self._runner = runner
         self._cache = OwnCache(runner)
 

@@ -83,7 +83,8 @@ class Engine:
         self.seconds = Seconds()
         self._decode = decode
         self.grammars = grammars
-        self._scheduler = Scheduler(max_rows, chunk, cache_tokens, WIDTH)
+        self._scheduler = Scheduler(max_rows, chunk, cache_tokens, WIDTH, runner.cache.held)
+        runner.cache.limit(cache_tokens)
         self._reader = PromptReader(runner, self._scheduler, self._keep_prefixes)
         self._pipelines: dict[int, LogitsPipeline] = {}
         self._cancelled: set[int] = set()
@@ -167,6 +168,7 @@ class Engine:
     def limit_cache(self, tokens: int | None) -> None:
         """Admit no more than fit into this many cached tokens from now on."""
         self._scheduler.cache_tokens = tokens
+        self.runner.cache.limit(tokens)
 
     def limit_prefixes(self, tokens: int) -> None:
         """Keep up to so many cached tokens of sequences that ended, for prompts that begin alike, and share

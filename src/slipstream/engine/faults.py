@@ -155,6 +155,14 @@ class _FamilySpan(Span):
                     mask[0, 0, node - self.earlier, trunk + elder] = 0.0
         return mask
 
+    def ancestors(self) -> list[int]:
+        parents, seen = self.parents or (), super().ancestors()
+        for node in range(self.earlier, len(parents)):
+            for elder in range(node):
+                if parents[elder] == parents[node]:
+                    seen[node - self.earlier] |= 1 << elder  # an elder is never node 63, which has the sign
+        return seen
+
 
 def _see_siblings(pack: Pack) -> Pack:
     spans = [

@@ -45,12 +45,11 @@ def observed(
 ) -> Observation:
     """What was computed of a row: the nodes in `kept`, root first, at position `start` and behind it."""
     sequence, tree = work.sequence, work.draft.tree
-    index = [span.start + n for n in kept]
     return Observation(
         sequence.id,
         start,
         tuple(tree.tokens[n] for n in kept),
-        {k: v[index] for k, v in output.features.items()},
+        output.features_of([span.start + n for n in kept]),
         work.draft,
         kept[1:],
         output.logits[span.start : span.end] if needs.node_logits and output.logits is not None else None,

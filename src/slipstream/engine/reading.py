@@ -153,5 +153,5 @@ class PromptReader:
             return self._prefixes.limit
         grows = columns(self._scheduler.chunk)
         cache = self._runner.cache
-        admitted = self._scheduler.admitted
-        return total - sum(min(self._scheduler.need(s), cache.capacity(s.id) + grows) for s in admitted)
+        need, admitted = self._scheduler.need, self._scheduler.admitted
+        return total - cache.held([min(need(s), cache.capacity(s.id) + grows) for s in admitted])

@@ -37,13 +37,22 @@ class Scheduler:
     """max_rows: sequences that hold a slot at once. chunk: prompt tokens a step.
 
     cache_tokens: cached tokens of all slots together, None without a limit; a slot grows by `block`.
+    held: how many tokens there is memory for once slots hold so many each.
     """
 
-    def __init__(self, max_rows: int, chunk: int, cache_tokens: int | None = None, block: int = 1) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        chunk: int,
+        cache_tokens: int | None = None,
+        block: int = 1,
+        held: Callable[[Items[int]], int] = sum,
+    ) -> None:
         self.max_rows = max_rows
         self.chunk = chunk
         self.cache_tokens = cache_tokens
         self._block = block
+        self._held = held
         self.waiting: deque[Sequence] = deque()
         self.reading: dict[int, int] = {}  # sequence id -> prompt tokens read
         self.running: list[Sequence] = []
@@ -58,7 +67,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Raises CapacityError for a sequence that could never be admitted."""
-        need = self.need(sequence)
+        need = self._held([self.need(sequence)])
         if self.cache_tokens is not None and need > self.cache_tokens:
             raise CapacityError(
                 f"prompt and answer may need {need} cached tokens, there is memory for {self.cache_tokens};"
@@ -73,7 +82,7 @@ class Scheduler:
     @property
     def reserved(self) -> int:
         """Cached tokens that the admitted sequences may come to hold."""
-        return sum(self.need(s) for s in self._admitted.values())
+        return self._held([self.need(s) for s in self._admitted.values()])
 
     @property
     def load(self) -> Load:
@@ -82,10 +91,11 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Move waiting sequences into free slots, oldest first."""
         admitted = []
-        reserved = self.reserved if self.cache_tokens is not None and self.waiting else 0
+        limited = self.cache_tokens is not None and self.waiting
+        needs = [self.need(s) for s in self._admitted.values()] if limited else []
         while self.waiting and len(self._admitted) < self.max_rows:
-            reserved += self.need(self.waiting[0])
-            if self.cache_tokens is not None and reserved > self.cache_tokens:
+            needs.append(self.need(self.waiting[0]))
+            if self.cache_tokens is not None and self._held(needs) > self.cache_tokens:
                 break  # a smaller one behind it must wait too, or a large one would wait for ever
             sequence = self.waiting.popleft()
             self._admitted[sequence.id] = sequence

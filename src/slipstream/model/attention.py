@@ -10,7 +10,7 @@ result therefore depends on that row alone, bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -27,9 +27,26 @@ NAME = "slipstream"
 FOLDED = 64
 
 
+class Step(Protocol):
+    """What one forward's attention layers share, and how they attend."""
+
+    layers_seen: set[int]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Store key and value [1, kv_heads, T, D]; query [1, H, T, D] -> [1, T, H, D]."""
+
+
 @dataclass
 class AttentionStep:
-    """What one forward's attention layers share."""
+    """A `Step` over any pack, row by row."""
 
     pack: Pack
     cache: SlotCache
@@ -50,6 +67,50 @@ class AttentionStep:
             self.masks[key] = lines
         return self.masks[key]
 
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        kv_heads, total = key.shape[1], query.shape[2]
+        group = query.shape[1] // kv_heads
+        grouped = query[0].view(kv_heads, group, total, -1)  # [kv_heads, G, T, D]
+        folded = query.new_zeros(kv_heads, total * group + ROWS, query.shape[-1])  # the last rows are padding
+        folded[:, : total * group].view(kv_heads, total, group, -1).copy_(grouped.transpose(1, 2))
+        output = query.new_zeros(kv_heads, total, group, value.shape[-1])
+        for index, span in enumerate(self.pack.spans):
+            keys, values = self.cache.write(
+                span.slot,
+                layer,
+                key[0, :, span.start : span.end],
+                value[0, :, span.start : span.end],
+                span.width,
+            )  # [kv_heads, W, D]
+            if span.count <= FOLDED:
+                begin, lines = span.start * group, span.count * group
+                result = scaled_dot_product_attention(
+                    folded[None, :, begin : begin + round_up(lines, ROWS)],
+                    keys[None],
+                    values[None],
+                    attn_mask=self.mask(index, group, window, query),
+                    scale=scaling,
+                )[0, :, :lines].view(kv_heads, span.count, group, -1)  # [kv_heads, count, G, D]
+            else:
+                part = pad(grouped[:, :, span.start : span.end], (0, 0, 0, -span.count % ROWS))
+                result = scaled_dot_product_attention(
+                    part,
+                    keys[:, None].expand(-1, group, -1, -1),
+                    values[:, None].expand(-1, group, -1, -1),
+                    attn_mask=self.mask(index, 1, window, query),
+                    scale=scaling,
+                )[:, :, : span.count].transpose(1, 2)
+            output[:, span.start : span.end] = result
+        return output.transpose(0, 1).flatten(1, 2)[None]  # [1, T, H, D]
+
 
 def slot_attention(
     module: torch.nn.Module,
@@ -60,7 +121,7 @@ def slot_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    slipstream: AttentionStep | None = None,
+    slipstream: Step | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, kv_heads, T, D] -> [1, T, H, D]."""
@@ -71,38 +132,9 @@ def slot_attention(
     for name in ("softcap", "s_aux"):
         if unused.get(name) is not None:
             raise ModelError(f"the model's attention uses {name!r}, which Slipstream does not compute")
-    step, layer = slipstream, int(module.layer_idx)  # type: ignore[arg-type]
-    step.layers_seen.add(layer)
-    kv_heads, total = key.shape[1], query.shape[2]
-    group = query.shape[1] // kv_heads
-    grouped = query[0].view(kv_heads, group, total, -1)  # [kv_heads, G, T, D]
-    folded = query.new_zeros(kv_heads, total * group + ROWS, query.shape[-1])  # the last rows are padding
-    folded[:, : total * group].view(kv_heads, total, group, -1).copy_(grouped.transpose(1, 2))
-    output = query.new_zeros(kv_heads, total, group, value.shape[-1])
-    for index, span in enumerate(step.pack.spans):
-        keys, values = step.cache.write(
-            span.slot, layer, key[0, :, span.start : span.end], value[0, :, span.start : span.end], span.width
-        )  # [kv_heads, W, D]
-        if span.count <= FOLDED:
-            begin, lines = span.start * group, span.count * group
-            result = scaled_dot_product_attention(
-                folded[None, :, begin : begin + round_up(lines, ROWS)],
-                keys[None],
-                values[None],
-                attn_mask=step.mask(index, group, sliding_window, query),
-                scale=scaling,
-            )[0, :, :lines].view(kv_heads, span.count, group, -1)  # [kv_heads, count, G, D]
-        else:
-            part = pad(grouped[:, :, span.start : span.end], (0, 0, 0, -span.count % ROWS))
-            result = scaled_dot_product_attention(
-                part,
-                keys[:, None].expand(-1, group, -1, -1),
-                values[:, None].expand(-1, group, -1, -1),
-                attn_mask=step.mask(index, 1, sliding_window, query),
-                scale=scaling,
-            )[:, :, : span.count].transpose(1, 2)
-        output[:, span.start : span.end] = result
-    return output.transpose(0, 1).flatten(1, 2)[None], None  # [1, T, H, D]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    slipstream.layers_seen.add(layer)
+    return slipstream.attend(layer, query, key, value, scaling, sliding_window), None
 
 
 def register() -> None:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.model.transfer import put
+
 WIDTH = 512
 Columns = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> keys and values [kv_heads, n, head_dim]
 
@@ -75,6 +77,13 @@ class SlotCache:
         """Columns there is memory for; 0 for a slot that is not open."""
         return self._slots[slot].capacity if slot in self._slots else 0
 
+    def held(self, tokens: Sequence[int]) -> int:
+        """Columns there is memory for once the only slots hold so many tokens, in whole widths."""
+        return sum(tokens)
+
+    def limit(self, tokens: int | None) -> None:
+        """Nobody will open slots of which more than so many are `held`. None: anybody may."""
+
     def rollback(self, slot: int, length: int) -> None:
         """Forget everything from position `length` on."""
         entry = self._slots[slot]
@@ -119,12 +128,16 @@ class SlotCache:
         if entry.in_order == entry.length:
             entry.in_order += moved
         if moved < count:
-            index = torch.as_tensor(keep) + entry.length  # [count]
-            for keys, values in entry.layers.values():
-                for stored in (keys, values):
-                    chosen = stored.index_select(1, index.to(stored.device))  # a copy, so no overlap
-                    stored[:, entry.length : entry.length + count] = chosen
+            self._gather(slot, torch.as_tensor(keep) + entry.length)
         entry.length += count
+
+    def _gather(self, slot: int, index: torch.Tensor) -> None:
+        """Put these columns [n] directly behind the length."""
+        entry = self._slots[slot]
+        for keys, values in entry.layers.values():
+            for stored in (keys, values):
+                chosen = stored.index_select(1, put(index, stored.device))  # a copy, so no overlap
+                stored[:, entry.length : entry.length + len(index)] = chosen
 
     @torch.inference_mode()
     def append(self, slot: int, parts: Sequence[Columns]) -> None:

@@ -33,7 +33,7 @@ def cuts_agree(runner: Runner) -> bool:
     cache.open(whole)
     cache.open(parted)
     try:
-        with _first_layers(runner.model):
+        with _first_layers(runner.model), runner.altered(None):
             runner.extend(whole, tokens)
             at = 0
             for size in (*[1] * _SINGLE, *_PIECES, length):

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.model.cache import round_up
+from slipstream.model.transfer import put
 
 ROWS = 8
+NODES = 64  # of a tree whose ancestors fit the bits of one number, see `Span.ancestors`
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,14 @@ class Span:
         beyond the row's nodes are padding and see what the last node sees.
         """
         if self.parents is None:
-            columns = torch.arange(self.width)
-            positions = self.length + torch.arange(self.count)[:, None]  # [count, 1]
+            columns = torch.arange(self.width, device=device)
+            positions = self.length + torch.arange(self.count, device=device)[:, None]  # [count, 1]
             allowed = columns <= positions
             if window is not None:
                 allowed &= columns > positions - window
         else:
             allowed = torch.zeros(len(self.parents), self.width, dtype=torch.bool)
-            trunk = self.length - self.earlier
+            trunk = self.trunk
             for node, parent in enumerate(self.parents):
                 position = trunk + self.depths[node]
                 if parent < 0:
@@ -79,13 +81,29 @@ class Span:
                         if position - (trunk + self.depths[ancestor]) >= window:
                             allowed[node, trunk + ancestor] = False
                         ancestor = self.parents[ancestor]
-            allowed = allowed[self.earlier :]
+            allowed = put(allowed[self.earlier :], device)
         # The most negative number, not -inf: a window may hide a whole block of keys, whose maximum
         # would be -inf and whose softmax NaN. Masked keys still get a weight of exactly 0.
-        mask = torch.full((rows, self.width), torch.finfo(dtype).min, dtype=dtype)
+        mask = torch.full((rows, self.width), torch.finfo(dtype).min, dtype=dtype, device=device)
         mask[: self.count].masked_fill_(allowed, 0.0)
         mask[self.count :] = mask[self.count - 1]
-        return mask[None, None].to(device)
+        return mask[None, None]
+
+    @property
+    def trunk(self) -> int:
+        """Committed tokens in front of the tree."""
+        return self.length - self.earlier
+
+    def ancestors(self) -> list[int]:
+        """Of each node, which nodes of the tree it sees, itself included: bit i is node i. At most `NODES`.
+
+        Signed 64-bit numbers: with node 63 they are negative.
+        """
+        seen: list[int] = []
+        for node in range(self.earlier + self.count):
+            parent = node - 1 if self.parents is None else self.parents[node]
+            seen.append((1 << node) | (seen[parent] if parent >= 0 else 0))
+        return [bits - (1 << NODES) if bits >> (NODES - 1) else bits for bits in seen[self.earlier :]]
 
 
 @dataclass(frozen=True)
@@ -130,5 +148,5 @@ def build_pack(rows: Sequence[tuple[PackRow, int, int]], device: torch.device) -
         ids.extend(row.tokens)
         positions.extend(length - earlier + d for d in depths[earlier:])
     padding = round_up(len(ids), ROWS) - len(ids)
-    line = torch.tensor([ids + [0] * padding, positions + [0] * padding], device=device)  # [2, T]
+    line = put(torch.tensor([ids + [0] * padding, positions + [0] * padding]), device)  # [2, T]
     return Pack(line[:1], line[1:], tuple(spans))

@@ -6,7 +6,8 @@ cache. A forward leaves the cache's lengths alone: the caller commits what it ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from slipstream.model.packed import can_pack, pack_linears, weight_bytes
 from slipstream.model.siblings import find_siblings
 from slipstream.model.support import check_declared, probe
 from slipstream.model.taps import Features, Taps, decoder
+from slipstream.model.transfer import put
 
 CHUNK = 512  # prompt tokens a forward; a multiple of the cache's width keeps chunks block-aligned
 
@@ -34,6 +36,14 @@ class Output:
     logits: torch.Tensor | None
     features: Features = field(default_factory=dict)
 
+    def features_of(self, tokens: Sequence[int]) -> Features:
+        """Of these tokens of the pack, copies."""
+        if not self.features:
+            return {}
+        device = next(iter(self.features.values())).device
+        index = put(torch.tensor(tokens, dtype=torch.int64), device)
+        return {key: value.index_select(0, index) for key, value in self.features.items()}
+
 
 class Runner:
     """Computes rows of tokens. `pack` says whether the weights are ours to pack (see `packed`)."""
@@ -44,7 +54,8 @@ class Runner:
         self.model = model
         self.config = model.config.get_text_config()
         self.cache = SlotCache()
-        self.device = next(model.parameters()).device
+        self.device: torch.device = next(model.parameters()).device
+        self.variant: Hashable | None = "whole"  # see `altered`
         self._original = model.config._attn_implementation
         self._taps: Taps | None = None
         self.needs = Needs()
@@ -83,7 +94,8 @@ class Runner:
             slot = -1
             self.cache.open(slot)
             try:
-                self.forward([PackRow(slot, [1, 2, 3])], logits="none", taps=False)
+                with self.altered(None):
+                    self.forward([PackRow(slot, [1, 2, 3])], logits="none", taps=False)
             finally:
                 self.cache.close(slot)
 
@@ -104,19 +116,43 @@ class Runner:
                     f"{length + len(row.tokens)} tokens do not fit the model's context of {self.context}"
                 )
             prepared.append((row, length, self.cache.reserve(row.slot, len(row.tokens))))
-        pack = build_pack(prepared, self.device)
-        if self._taps is not None and taps:
-            with self._taps.capture() as features:
-                out = self._compute(pack, logits)
-            return Output(pack, out, {k: v[: pack.count] for k, v in features.items()})
-        return Output(pack, self._compute(pack, logits))
+        pack = build_pack(prepared, self._packs_on)
+        with self._capture(taps) as features:
+            out = self._compute(pack, logits)
+        return Output(pack, out, {k: v[: pack.count] for k, v in features.items()})
+
+    @property
+    def _packs_on(self) -> torch.device:
+        """Where a pack is made."""
+        return self.device
+
+    def _capture(self, taps: bool) -> AbstractContextManager[Features]:
+        """What was declared with `tap` is collected inside the block."""
+        return nullcontext({}) if self._taps is None or not taps else self._taps.capture()
 
     @torch.inference_mode()
     def _compute(self, pack: Pack, logits: str) -> torch.Tensor | None:
+        """[n, V], as `Output.logits`."""
         step = attention.AttentionStep(pack, self.cache)
+        keep, count = None, pack.count
+        if logits == "last":
+            last, count = [span.end - 1 for span in pack.spans], len(pack.spans)
+            keep = put(torch.tensor(last + last[:1] * (-count % ROWS)), self.device)
+        out = self._call(step, pack.input_ids, pack.position_ids, logits, keep)
+        return None if out is None else out[:count]
+
+    def _call(
+        self,
+        step: attention.Step,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits: str,
+        keep: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The model on one line of tokens [1, T]; logits of all, or of the kept ones [n] alone."""
         arguments: dict[str, Any] = {
-            "input_ids": pack.input_ids,
-            "position_ids": pack.position_ids,
+            "input_ids": ids,
+            "position_ids": positions,
             "use_cache": False,
             "slipstream": step,
         }
@@ -124,11 +160,25 @@ class Runner:
         if logits == "none":
             decoder(self.model)(**arguments)
             return None
-        if logits == "all":
-            return self.model(**arguments).logits[0, : pack.count]  # type: ignore[no-any-return]
-        last = [span.end - 1 for span in pack.spans]
-        padded = torch.tensor(last + last[:1] * (-len(last) % ROWS), device=self.device)
-        return self.model(**arguments, logits_to_keep=padded).logits[0, : len(last)]  # type: ignore[no-any-return]
+        if keep is not None:
+            arguments["logits_to_keep"] = keep
+        return self.model(**arguments).logits[0]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def altered(self, variant: Hashable | None) -> Iterator[None]:
+        """Say that the model computes something else inside the block, as its parts or hooks are changed.
+
+        Steps that were recorded elsewhere (`StaticRunner`) are not those of another variant. None: nothing
+        is to be recorded, because it will not be asked for again, or hooks must run.
+        """
+        before, self.variant = self.variant, variant
+        try:
+            yield
+        finally:
+            self.variant = before
+
+    def parts_replaced(self) -> None:
+        """Say that parts of the model were replaced for good: steps that were recorded are not its own."""
 
     def extend(self, slot: int, tokens: Sequence[int], chunk: int = CHUNK) -> None:
         """Put tokens into the slot for good, in chunks; computes no logits."""

@@ -131,7 +131,8 @@ class Thinnable:
         every = frozenset(range(self.layers))
         runner.cache.open(slot)
         try:
-            with self.without(SkipSet(every, every), whole=whole), taps.capture() as features:
+            skip = SkipSet(every, every)
+            with self.without(skip, whole=whole), runner.altered(None), taps.capture() as features:
                 runner.forward([PackRow(slot, [1, 2, 3])], logits="last", taps=False)
         finally:
             runner.cache.close(slot)
@@ -142,6 +143,7 @@ class Thinnable:
         """Forwards inside the block run without these sublayers. whole: leave out the norms around them,
         too, where a layer has neither left."""
         with ExitStack() as stack:
+            stack.enter_context(self._runner.altered((skip, whole)))
             for index, (layer, (attention, mlp)) in enumerate(
                 zip(self._layers, self._sublayers, strict=True)
             ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from slipstream.core.params import SamplingParams
 from slipstream.engine.session import Session
 from slipstream.errors import CapacityError
@@ -37,7 +39,9 @@ def limit_cache(session: Session, budget: int | None) -> int:
     Raises CapacityError if not even one block fits.
     """
     each = bytes_per_token(session)
-    total = int(memory.available() * SHARE) if budget is None else budget
+    device = session.engine.runner.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.available()
+    total = int(free * SHARE) if budget is None else budget
     tokens = total // each // WIDTH * WIDTH
     if tokens < WIDTH:
         raise CapacityError(
