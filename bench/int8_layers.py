@@ -4,8 +4,8 @@
 
 Shapes are out x in; without --shapes those of the models (nothing is downloaded: sizes will do) and some
 between. Of every shape there are so many copies that no cache holds them, as in a model, and passes over all
-copies alternate between the two formats. A step of up to 8 rows is run as one of 8
-(`slipstream.model.pack.ROWS`), so 8 and 16 rows count. The ratio is the int8 layer's time, quantising its
+copies alternate between the two formats. A step of up to 4 rows is run as one of 4
+(`slipstream.model.pack.ROWS`), so 4, 8 and 16 rows count. The ratio is the int8 layer's time, quantising its
 input included, over the packed bf16 layer's; below 1 int8 is faster.
 """
 
@@ -30,6 +30,7 @@ from common import DRAFT, TARGET, machine, versions
 from slipstream.errors import ParameterError, SlipstreamError
 from slipstream.model.blueprint import Blueprint
 from slipstream.model.int8 import SMALLEST, Int8Linear, quantise, require_int8
+from slipstream.model.pack import ROWS as LEAST
 from slipstream.model.packed import PackedLinear
 from slipstream.model.store import write_atomic
 
@@ -83,7 +84,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def gains(found: dict[int, dict[str, float]], rows: int = 8) -> bool:
+def gains(found: dict[int, dict[str, float]], rows: int = LEAST) -> bool:
     """Whether int8 is the faster one in a step of so many rows."""
     return found[rows]["int8"] < found[rows]["bf16"]
 
@@ -110,8 +111,8 @@ def report(results: dict[Shape, dict[int, dict[str, float]]], rows: Sequence[int
 
 def run(args: argparse.Namespace) -> None:
     require_int8()
-    if 8 not in args.rows:
-        raise ParameterError("--rows must have 8 among them: that is what a step takes at least")
+    if LEAST not in args.rows:
+        raise ParameterError(f"--rows must have {LEAST} among them: that is what a step takes at least")
     models = args.model or [TARGET, DRAFT]
     wanted = (
         read_shapes(args.shapes)
@@ -129,7 +130,8 @@ def run(args: argparse.Namespace) -> None:
     console.print(report(results, args.rows))
     least = smallest(results)
     console.print(
-        f"int8 gains at 8 rows from {least:,} elements on" if least else "int8 gains at 8 rows for no size",
+        f"int8 gains at {LEAST} rows from",
+        f"{least:,} elements on" if least else "no size on",
         f"(slipstream.model.int8.SMALLEST is {SMALLEST:,})",
     )
     if args.json is not None:

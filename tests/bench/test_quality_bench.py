@@ -16,6 +16,7 @@ import int8_layers
 import quality
 from humaneval import Problem, judge, program, read_problems
 from slipstream.errors import ParameterError
+from slipstream.model.pack import ROWS
 from slipstream.testing.quantised import every_size, lacks_int8
 from slipstream.testing.tiny import save_tiny, save_tiny_gguf, tiny_model
 
@@ -219,7 +220,7 @@ def test_layers_are_measured_by_shape_and_rows(tmp_path: Path, capsys: pytest.Ca
         "--shapes",
         "64x32,32x16",
         "--rows",
-        "1,8",
+        "1,4",
         "--rounds",
         "1",
         "--working-set",
@@ -231,17 +232,17 @@ def test_layers_are_measured_by_shape_and_rows(tmp_path: Path, capsys: pytest.Ca
     rows = json.loads((tmp_path / "out" / "l.json").read_text())["rows"]
     assert [(r["out"], r["in"], r["rows"]) for r in rows] == [
         (64, 32, 1),
-        (64, 32, 8),
+        (64, 32, 4),
         (32, 16, 1),
-        (32, 16, 8),
+        (32, 16, 4),
     ]
     assert all(r["bf16"] > 0 and r["int8"] > 0 for r in rows)
-    assert "int8 gains at 8 rows" in capsys.readouterr().out
+    assert "int8 gains at 4 rows from" in capsys.readouterr().out
 
 
 def test_the_smallest_size_is_the_one_from_which_all_gain() -> None:
     def of(int8: float) -> dict[int, dict[str, float]]:
-        return {8: {"bf16": 1.0, "int8": int8}}
+        return {ROWS: {"bf16": 1.0, "int8": int8}}
 
     assert (
         int8_layers.smallest({(10, 10): of(0.9), (20, 20): of(1.1), (30, 30): of(0.8), (40, 40): of(0.7)})

@@ -27,7 +27,7 @@ def test_rows_lie_end_to_end_at_their_positions() -> None:
     assert pack.count == 7
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 16])
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 16])
 def test_the_line_is_a_multiple_of_rows(count: int) -> None:
     pack = build_pack([(PackRow(0, list(range(count))), 0, 512)], CPU)
     assert pack.input_ids.shape == (1, -(-count // ROWS) * ROWS) and pack.count == count

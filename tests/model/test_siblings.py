@@ -18,7 +18,7 @@ from slipstream.model.blueprint import Blueprint
 from slipstream.model.identity import weights_hash
 from slipstream.model.int8 import Int8Linear, quantise, quantise_linears
 from slipstream.model.load import load
-from slipstream.model.pack import PackRow
+from slipstream.model.pack import ROWS, PackRow
 from slipstream.model.packed import KernelLinear, PackedLinear, can_pack, pack_linears, weight_bytes
 from slipstream.model.runner import Runner, siblings
 from slipstream.model.skip import fingerprint
@@ -99,10 +99,10 @@ def test_each_layer_computes_what_it_computes_alone(kind: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize(("kind", "dtype"), FORMATS)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(kind: str, dtype: torch.dtype) -> None:
-    """In multiples of 8 rows, as steps are padded; int8 in any number."""
+    """In multiples of `ROWS`, as steps are padded; int8 in any number."""
     layers, x = together(kind, plain(dtype)), inputs(64, dtype)
     whole = [layer(x) for layer in layers]
-    for rows in range(1, 65) if kind == "int8" else range(8, 65, 8):
+    for rows in range(1, 65) if kind == "int8" else range(ROWS, 65, ROWS):
         part = x[:rows].clone()
         for layer, expected in zip(layers, whole, strict=True):
             assert torch.equal(layer(part), expected[:rows])

@@ -16,6 +16,7 @@ from slipstream.cost.roofline import Free
 from slipstream.drafters import build_drafter
 from slipstream.engine.session import Session
 from slipstream.errors import ParameterError
+from slipstream.model import pack
 from slipstream.model.progress import Silent
 from slipstream.plan import calibrate as module
 from slipstream.plan.calibrate import Calibrated, Offer, calibrate, corners, goodput_for, kept_at
@@ -79,11 +80,12 @@ def found(session: Session, offers: dict[str, Offer], rows: int = ROWS, **option
     return got
 
 
-def test_the_corners_are_plain_steps_and_whole_blocks_of_eight() -> None:
-    assert corners(1) == [(1, 1), (1, 8), (1, 16)]
+def test_the_corners_are_plain_steps_and_whole_blocks() -> None:
+    assert corners(1) == [(1, 1), (1, 4), (1, 8), (1, 16)]
+    assert corners(2)[-5:] == [(2, 1), (2, 2), (2, 4), (2, 8), (2, 16)]
     assert corners(8)[-5:] == [(8, 1), (8, 2), (8, 4), (8, 8), (8, 16)]
     assert {r for r, _ in corners(12)} == {1, 2, 4, 8, 12}
-    assert all(n == 1 or (r * n % 8 == 0 or r == 12) for r, n in corners(12))
+    assert all(n == 1 or r * n % pack.ROWS == 0 for r, n in corners(12))
     assert max(r * n for r, n in corners(16)) == 128
 
 
@@ -96,7 +98,7 @@ def test_steps_and_every_drafter_that_drafts_are_measured_on_the_session_itself(
     assert timed == {(small, 1, 8), (small, 3, 4), (small, 1, 1), (small, 1, 4)} | {
         (ngram, 1, 8), (ngram, 3, 4), (ngram, 1, 1), (ngram, 1, 4)
     }  # fmt: skip
-    assert bundle.block == 8 and bundle.overhead
+    assert bundle.block == pack.ROWS and bundle.overhead
     assert session.drafter.name == "none" and not session.engine.has_work
     assert len(session.engine.runner.cache) == 0
     assert session.generate([1, 2, 3], SamplingParams(max_tokens=4)).tokens

@@ -14,7 +14,7 @@ from slipstream.errors import ParameterError
 if TYPE_CHECKING:
     from slipstream.drafters._head_accuracy import HeadCounts
 
-SIZES = (7, 15, 31, 63)  # with the root, multiples of the 8 rows that a step is padded to
+SIZES = (7, 15, 31, 63)  # with the root, multiples of the rows that a step is padded to
 SHOWN = 5  # ranks of each head
 
 

@@ -36,7 +36,7 @@ class NgramConfig:
 
     branches: continuations merged into a tree; each takes half of the tokens that those before it left.
 
-    The default of 7 makes, with the root, the 8 rows a step is padded to anyway.
+    The default of 7 makes, with the root, 8 rows, a multiple of the 4 a step is padded to.
     """
 
     max_n: int = 4

@@ -42,7 +42,7 @@ class RecycleConfig:
     choices: the tree's paths by rank, most wanted first, as in 0+1+0.0+0.1, or a JSON file of them; by
     default those that are likeliest if each rank is right as often as `RANKS` says.
 
-    The default of 31 nodes makes, with the root, 32 rows, a multiple of the 8 a step is padded to.
+    The default of 31 nodes makes, with the root, 32 rows, a multiple of the 4 a step is padded to.
     """
 
     nodes: int = 31

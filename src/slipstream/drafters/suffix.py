@@ -39,8 +39,8 @@ class SuffixConfig:
     max_requests: outputs kept, the oldest go first. max_tokens: tokens kept of them in all. store: file that
     keeps them between runs.
 
-    The defaults fill, with the root, the 8 rows a step is padded to anyway; the paper's own are factor=1,
-    offset=0, where a short match drafts little.
+    The defaults make, with the root, 8 rows, a multiple of the 4 a step is padded to; the paper's own are
+    factor=1, offset=0, where a short match drafts little.
     """
 
     num_speculative_tokens: int = 7

@@ -18,11 +18,13 @@ from transformers import AttentionInterface
 
 from slipstream.errors import ModelError
 from slipstream.model.cache import SlotCache, round_up
-from slipstream.model.pack import ROWS, Pack
+from slipstream.model.pack import Pack
 
 NAME = "slipstream"
+# Queries come in multiples of so many lines: with others PyTorch's kernel may add up in another order.
+LINES = 8
 # Rows of up to so many tokens let the query heads that share a key head be more lines of one matrix: the
-# keys are read once for all of them, and one token is no longer padded to `ROWS`. A longer row's mask would
+# keys are read once for all of them, and one token is no longer padded to `LINES`. A longer row's mask would
 # grow too large. Both ways give the same bits (tests/model/test_attention.py).
 FOLDED = 64
 
@@ -54,16 +56,16 @@ class AttentionStep:
     layers_seen: set[int] = field(default_factory=set)
 
     def mask(self, index: int, group: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """[1, 1, M, W]: each line of the row's mask `group` times; M is a multiple of `ROWS`.
+        """[1, 1, M, W]: each line of the row's mask `group` times; M is a multiple of `LINES`.
 
         Equal for all layers of one window, so built once.
         """
         key = (index, group, window)
         if key not in self.masks:
             span = self.pack.spans[index]
-            lines = span.mask(round_up(span.count, ROWS), window, like.dtype, like.device)
+            lines = span.mask(round_up(span.count, LINES), window, like.dtype, like.device)
             if group > 1:
-                lines = lines.repeat_interleave(group, 2)[:, :, : round_up(span.count * group, ROWS)]
+                lines = lines.repeat_interleave(group, 2)[:, :, : round_up(span.count * group, LINES)]
             self.masks[key] = lines
         return self.masks[key]
 
@@ -79,7 +81,9 @@ class AttentionStep:
         kv_heads, total = key.shape[1], query.shape[2]
         group = query.shape[1] // kv_heads
         grouped = query[0].view(kv_heads, group, total, -1)  # [kv_heads, G, T, D]
-        folded = query.new_zeros(kv_heads, total * group + ROWS, query.shape[-1])  # the last rows are padding
+        folded = query.new_zeros(
+            kv_heads, total * group + LINES, query.shape[-1]
+        )  # the last rows are padding
         folded[:, : total * group].view(kv_heads, total, group, -1).copy_(grouped.transpose(1, 2))
         output = query.new_zeros(kv_heads, total, group, value.shape[-1])
         for index, span in enumerate(self.pack.spans):
@@ -93,14 +97,14 @@ class AttentionStep:
             if span.count <= FOLDED:
                 begin, lines = span.start * group, span.count * group
                 result = scaled_dot_product_attention(
-                    folded[None, :, begin : begin + round_up(lines, ROWS)],
+                    folded[None, :, begin : begin + round_up(lines, LINES)],
                     keys[None],
                     values[None],
                     attn_mask=self.mask(index, group, window, query),
                     scale=scaling,
                 )[0, :, :lines].view(kv_heads, span.count, group, -1)  # [kv_heads, count, G, D]
             else:
-                part = pad(grouped[:, :, span.start : span.end], (0, 0, 0, -span.count % ROWS))
+                part = pad(grouped[:, :, span.start : span.end], (0, 0, 0, -span.count % LINES))
                 result = scaled_dot_product_attention(
                     part,
                     keys[:, None].expand(-1, group, -1, -1),

@@ -143,6 +143,7 @@ def kept_at(session: Session, offers: Mapping[str, Offer], rows: int) -> Path:
         "dtype": kept_as(session),
         "drafters": [offer.spec for offer in offers.values()],
         "rows": rows,
+        "block": ROWS,
         "device": runner.device.type,
         "machine": processor(runner.device),
         "threads": torch.get_num_threads(),
