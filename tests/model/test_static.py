@@ -276,7 +276,7 @@ def test_a_model_without_some_sublayers_is_not_replayed_as_the_whole_one() -> No
 
 
 def test_a_draft_model_that_drafts_fewer_tokens_is_recorded_anew(tmp_path: Path) -> None:
-    (tmp_path / "ids.json").write_text(json.dumps(list(range(2, VOCAB, 2))))
+    (tmp_path / "ids.json").write_text(json.dumps(list(range(1, VOCAB))))
     config = DraftModelConfig("tiny", 3, draft_vocab=str(tmp_path / "ids.json"))
     found = []
     for recorder in (None, OpTape()):
@@ -287,7 +287,7 @@ def test_a_draft_model_that_drafts_fewer_tokens_is_recorded_anew(tmp_path: Path)
             requests = [Request(prompt, SamplingParams(max_tokens=30), 1) for prompt in prompts]
             found.append(([run_all(engine, [request]) for request in requests], engine.counts))
         assert runner.not_recorded is None
-    assert found[0] == found[1] and found[0][1].accepted_tokens > 0
+    assert found[0] == found[1] and found[0][1].accepted_tokens > 20
 
 
 def test_the_context_ends_where_it_ends() -> None:

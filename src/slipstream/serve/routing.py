@@ -129,7 +129,8 @@ class Router(Drafter):
 
     def keep_prefixes(self, tokens: int) -> None:
         part = self.parts[self.default]  # the memory of a token was measured with its caches
-        ask(part, part.keep_prefixes, tokens)
+        with met_by(*(seq_id for seq_id, route in self._routes.items() if route.name == self.default)):
+            ask(part, part.keep_prefixes, tokens)
 
     @property
     def memory_bytes(self) -> int:
