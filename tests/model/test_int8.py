@@ -18,6 +18,7 @@ from slipstream.model import int8
 from slipstream.model.embedding import Int8Embedding
 from slipstream.model.identity import weights_hash
 from slipstream.model.int8 import Int8Linear, quantise_linears, require_int8
+from slipstream.model.pack import ROWS
 from slipstream.model.packed import weight_bytes
 from slipstream.model.runner import Runner
 from slipstream.testing.quantised import lacks_int8
@@ -46,7 +47,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> No
     together = layer(x)
     assert together.dtype == dtype and together.shape == (64, 200)
     for rows in range(1, 65):
-        padded = torch.cat((x[64 - rows :], torch.zeros(max(0, 8 - rows), 96, dtype=dtype)))  # as a pack is
+        padded = torch.cat((x[64 - rows :], torch.zeros(-rows % ROWS, 96, dtype=dtype)))  # as a pack is
         assert torch.equal(layer(padded)[:rows], together[64 - rows :])
         assert torch.equal(layer(x[:rows]), together[:rows])
     assert torch.equal(x, inputs(64, 96, dtype))  # not written to

@@ -19,7 +19,7 @@ from slipstream.model.taps import decoder
 
 # One token a step as when an answer is decoded, then pieces of about as many rows as kernels change at.
 _SINGLE = 3
-_PIECES = (5, 24, 64, 160)
+_PIECES = (5, 9, 24, 64, 160)
 _LAYERS = 4  # the others are made alike, and a large model would take long
 
 
