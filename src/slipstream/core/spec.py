@@ -86,6 +86,14 @@ def make_config(config: type[C], owner: str, values: dict[str, Any]) -> C:
     return config(**read)
 
 
+def refuse_given(config: Any, why: str, *names: str) -> None:
+    """ParameterError, with the reason, if one of these options is not at its default: it would be ignored."""
+    defaults = {f.name: f.default for f in fields(config)}
+    given = [name for name in names if getattr(config, name) != defaults[name]]
+    if given:
+        raise ParameterError(f"{why}: leave out {' and '.join(given)}")
+
+
 def _read(text: str, kind: Any, where: str) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         members = typing.get_args(kind)

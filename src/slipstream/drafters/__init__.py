@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.draft import Drafter
+from slipstream.core.places import expanded
 from slipstream.core.spec import make_config, parse_spec
 from slipstream.drafters._config_source import config_without_import
 from slipstream.drafters.base import MemoryEstimate, TargetInfo, TargetShape
-from slipstream.errors import DrafterError
+from slipstream.errors import DrafterError, ParameterError
 
 __all__ = [
     "TargetInfo",
@@ -122,8 +123,11 @@ def _file_of(name: str) -> Path | None:
     """The file of `FILE.py:Class`, None for `package.module:Class`."""
     module_name = name.rpartition(":")[0]
     if not module_name.endswith(".py"):
+        first, _, rest = name.partition(":")
+        if first in _files():  # draft_model:small instead of draft_model:model=small
+            raise ParameterError(f"what follows {first!r} must be written key=value, not {rest!r}")
         return None
-    path = Path(module_name).expanduser()
+    path = expanded(module_name)
     if not path.is_file():
         raise DrafterError(f"drafter file {module_name!r} does not exist")
     return path

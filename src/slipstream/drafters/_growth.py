@@ -17,9 +17,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from slipstream.core.choices import Choices, Path_
+from slipstream.core.choices import Choices, Path_, check_nodes
 from slipstream.core.draft import Draft
 from slipstream.core.tree import TokenTree
+from slipstream.errors import ParameterError
 
 ROOT = -1
 
@@ -56,6 +57,18 @@ def likeliest(logits: torch.Tensor, width: int, scored: bool) -> tuple[torch.Ten
         first = scores.scatter(-1, ids, float("inf"))  # [..., V]
         ids = first.topk(min(width, scores.shape[-1]), -1).indices  # [..., width]
     return ids, scores.log_softmax(-1).gather(-1, ids) if scored else None
+
+
+def check_tree(owner: str, width: int, nodes: int, depth: int) -> None:
+    """ParameterError for trees of `width` paths that are too large, and for `nodes` of what is a chain."""
+    if width == 1 and nodes:
+        raise ParameterError(
+            f"{owner}:nodes is the size of a tree and width=1 a chain: set width, or leave out nodes"
+        )
+    check_nodes(f"{owner}:width", width)
+    check_nodes(f"{owner}:nodes", nodes)
+    if width > 1 and not nodes:
+        check_nodes(f"{owner}:width times num_speculative_tokens", width * depth)
 
 
 class Growth(ABC):

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.core.choices import Choices, Path_, best_tree, choices_of
+from slipstream.core.choices import Choices, Path_, best_tree, check_nodes, choices_of
+from slipstream.core.spec import refuse_given
 from slipstream.drafters.base import (
     Draft,
     Drafter,
@@ -50,8 +51,9 @@ class RecycleConfig:
     choices: str = ""
 
     def __post_init__(self) -> None:
-        if self.nodes < 0:
-            raise ParameterError(f"recycle:nodes must be 0 or more, not {self.nodes}")
+        check_nodes("recycle:nodes", self.nodes)
+        if self.choices:
+            refuse_given(self, "recycle:choices gives the whole tree", "nodes")
         if not 1 <= self.k <= MOST_K:
             raise ParameterError(f"recycle:k must be from 1 to {MOST_K}, not {self.k}")
 
@@ -89,6 +91,7 @@ class RecycleDrafter(Drafter):
 
     @classmethod
     def predict_memory(cls, config: RecycleConfig, target: TargetShape) -> MemoryEstimate:
+        _shape(config, min(config.k, target.vocab_size))  # told here as when it is built
         row = min(config.k, target.vocab_size) * _ID.itemsize + np.dtype(np.bool_).itemsize
         return MemoryEstimate(tables=target.vocab_size * row)
 
