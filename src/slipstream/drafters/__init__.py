@@ -11,10 +11,14 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import os
 import pkgutil
+import sys
+import zlib
 from dataclasses import is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from slipstream.core.draft import Drafter
@@ -105,18 +109,27 @@ def _from_path(name: str) -> type[Drafter]:
     module_name, _, attribute = name.rpartition(":")
     path = _file_of(name)
     try:
-        if path is not None:
-            spec = importlib.util.spec_from_file_location(f"slipstream_drafter_{path.stem}", path)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name) if path is None else _module_of(path)
     except Exception as error:  # whatever a stranger's file raises when it is imported
         raise _broken(name, error) from error
     if not hasattr(module, attribute):
         raise DrafterError(f"{module_name!r} has no class {attribute!r}")
     return _checked(getattr(module, attribute), name)
+
+
+def _module_of(path: Path) -> ModuleType:
+    """The file as a module that is found by its name: types in quotes, which all are after `from __future__
+    import annotations`, are looked up there."""
+    name = f"slipstream_drafter_{path.stem}_{zlib.crc32(os.fsencode(path.resolve())):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _file_of(name: str) -> Path | None:
