@@ -153,6 +153,18 @@ def test_the_model_is_itself_again_after_an_error() -> None:
     assert not any("forward" in vars(m) for m in held.model.modules())
 
 
+def test_a_forward_that_somebody_put_on_a_module_stays() -> None:
+    """accelerate does so for models that lie on several devices."""
+    held = Runner(tiny_model("llama", vocab_size=VOCAB), pack=False)
+    modules = [part for layer in held.model.model.layers for part in (layer, layer.self_attn, layer.mlp)]
+    for module in modules:
+        module.forward = module.forward
+    before = [vars(module)["forward"] for module in modules]
+    with Thinnable(held).without(SkipSet.parse("a0+1")):
+        pass
+    assert [vars(module).get("forward") for module in modules] == before
+
+
 def test_the_committed_prefix_is_read_with_the_full_models_keys() -> None:
     """The first drafted token: thinned layers for the root, true keys and values for all before it."""
     held, tokens = runner("llama"), [3, 1, 4, 1, 5, 9, 2]

@@ -176,12 +176,17 @@ class Thinnable:
 
 @contextmanager
 def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
-    """`module.forward` is another function inside the block. Hooks stay."""
+    """`module.forward` is another function inside the block. Hooks stay, and a `forward` that the module has for
+    itself, as accelerate gives one, is there again afterwards."""
+    before = vars(module).get("forward")
     module.forward = forward  # shadows the method
     try:
         yield
     finally:
-        del module.forward
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
