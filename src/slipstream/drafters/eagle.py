@@ -51,8 +51,9 @@ class EagleDrafterConfig:
 
     num_speculative_tokens: longest path. nodes: drafted tokens in all. top_k: nodes expanded a level; 1 is a
     chain. choices: rank paths instead, as in 0+1+0.0, or a JSON file of them. min_confidence: leave out
-    tokens the head gives less probability. aux_layers: how the checkpoint counts tapped layers. quantise:
-    none, or int8 weights for half the memory of bfloat16.
+    tokens the head gives less probability. aux_layers: how the checkpoint counts tapped layers: after (2 is
+    the state after two layers), output (2 is the output of layer 2, counted from 0), or auto, which refuses
+    what could be either. quantise: none, or int8 weights for half the memory of bfloat16.
     """
 
     heads: str = ""

@@ -41,7 +41,7 @@ class RecycleConfig:
     """nodes: drafted tokens of the tree. k: successors remembered a token.
 
     choices: the tree's paths by rank, most wanted first, as in 0+1+0.0+0.1, or a JSON file of them; by
-    default those that are likeliest if each rank is right as often as `RANKS` says.
+    default the likeliest, the first rank right half of the time and each later one less.
 
     The default of 31 nodes makes, with the root, 32 rows, a multiple of the 8 a step is padded to.
     """

@@ -176,8 +176,8 @@ class Thinnable:
 
 @contextmanager
 def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
-    """`module.forward` is another function inside the block. Hooks stay, and a `forward` that the module has for
-    itself, as accelerate gives one, is there again afterwards."""
+    """`module.forward` is another function inside the block. Hooks stay, and so does a `forward` that was put
+    on the module, as accelerate does."""
     before = vars(module).get("forward")
     module.forward = forward  # shadows the method
     try:
