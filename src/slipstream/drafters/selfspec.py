@@ -89,6 +89,7 @@ class SelfSpecDrafter(Drafter):
             depth = config.num_speculative_tokens
         self.num_speculative_tokens = depth
         self.min_confidence = confidence if config.min_confidence is None else config.min_confidence
+        check_tree("selfspec", config.width, config.nodes, depth)
         if config.width > 1:
             self.draft_nodes = config.nodes or config.width * depth
         self._width = config.width
@@ -97,8 +98,9 @@ class SelfSpecDrafter(Drafter):
     @classmethod
     def predict_memory(cls, config: SelfSpecConfig, target: TargetShape) -> MemoryEstimate:
         """Nothing: it has the target's weights and cache."""
-        _given(config, ModelParts.of(target.model.model).num_layers)
-        return MemoryEstimate()
+        given = _given(config, ModelParts.of(target.model.model).num_layers)
+        tuned = "selfspec without skip and exit takes what `slipstream tune selfspec` found for this model"
+        return MemoryEstimate(notes=() if given else (tuned,))
 
     @property
     def cost(self) -> float:
