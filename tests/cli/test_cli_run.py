@@ -700,6 +700,13 @@ def test_a_terminal_of_few_letters_shows_question_marks():
     assert done.returncode == 0 and b"model=?" in done.stdout
 
 
+def test_the_package_is_a_command_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream", "version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"slipstream {slipstream.__version__}\n")
+
+
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from slipstream.cli.main import build_app; build_app();"
