@@ -277,7 +277,8 @@ class StaticGrowth(Growth):
 
 class SampledChain(Growth):
     """Tokens drawn one after the other. Where the likeliest token of a law is less likely than `stop_below`
-    the chain ends: that is asked before a token is drawn and looks at none, so what is drawn keeps its law.
+    the chain ends: that is asked before a token is drawn and looks at none, so what is drawn keeps its law. So
+    it does where the logits are no numbers: a bad draft costs time, and ends no request.
 
     draw(logits [V], number drawn before) gives a token and the row q [V'] that it was drawn from, in the
     target's vocabulary. The draft carries these rows and no scores: a choice by the score of what was drawn
@@ -300,6 +301,8 @@ class SampledChain(Growth):
         if not self._logprobs(level, 0)[0] >= self._least:
             return
         assert level.logits is not None
+        if not math.isfinite(float(level.logits[0].amax())):
+            return  # a draft that overflows, or is damaged, has no law to draw from
         token, law = self._draw(level.logits[0], len(self.tokens))
         self.laws.append(law)
         node = self._append(parent, token, 0.0)
