@@ -277,8 +277,8 @@ class StaticGrowth(Growth):
 
 class SampledChain(Growth):
     """Tokens drawn one after the other. Where the likeliest token of a law is less likely than `stop_below`
-    the chain ends: that is asked before a token is drawn and looks at none, so what is drawn keeps its law. So
-    it does where the logits are no numbers: a bad draft costs time, and ends no request.
+    the chain ends: that is asked before a token is drawn and looks at none, so what is drawn keeps its law.
+    It ends as well where the logits are no numbers: a bad draft costs time, and no request.
 
     draw(logits [V], number drawn before) gives a token and the row q [V'] that it was drawn from, in the
     target's vocabulary. The draft carries these rows and no scores: a choice by the score of what was drawn
