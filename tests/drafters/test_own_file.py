@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.drafters import configure
+from slipstream.drafters import build_drafter, configure, predict_memory
+from slipstream.drafters.base import TargetInfo
 from slipstream.errors import DrafterError, ParameterError
 
 FILE = """
@@ -26,10 +27,21 @@ class Config:
     length: int | None = None
     free: Any = None
 
+    def __post_init__(self):
+        if self.free == "bad":
+            raise ValueError("no such free")
+
 
 class Mine(Drafter):
     name = "mine"
     Config = Config
+
+    def __init__(self, config, target):
+        self.room = config.length + target.context
+
+    @classmethod
+    def predict_memory(cls, config, target):
+        return target.nonsense
 
     def propose(self, requests):
         return []
@@ -65,3 +77,19 @@ def test_a_type_that_is_not_known_is_told(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("Any, Literal", "Literal"))
     with pytest.raises(ParameterError, match="a type that is not known: name 'Any' is not defined"):
         configure(f"{file}:Mine:mode=x")
+
+
+def test_whatever_it_raises_is_told_with_its_name_and_the_line(tmp_path: Path) -> None:
+    file = written(tmp_path / "mine.py", "x")
+    target = TargetInfo(24, 2048)
+    with pytest.raises(
+        DrafterError, match=r"mine.py:Mine' cannot be configured: ValueError: no such free \(mine.py"
+    ):
+        configure(f"{file}:Mine:free=bad")
+    with pytest.raises(
+        DrafterError, match=r"mine.py:Mine' cannot be built: TypeError: .* \(mine.py, line \d+\)"
+    ):
+        build_drafter(f"{file}:Mine", target)
+    with pytest.raises(DrafterError, match="mine.py:Mine' cannot be asked for its memory: AttributeError"):
+        predict_memory(f"{file}:Mine", target)  # type: ignore[arg-type]
+    assert build_drafter(f"{file}:Mine:length=2", target).room == 2050  # type: ignore[attr-defined]

@@ -14,7 +14,10 @@ import importlib.util
 import os
 import pkgutil
 import sys
+import traceback
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -26,7 +29,7 @@ from slipstream.core.places import expanded
 from slipstream.core.spec import make_config, parse_spec
 from slipstream.drafters._config_source import config_without_import
 from slipstream.drafters.base import MemoryEstimate, TargetInfo, TargetShape
-from slipstream.errors import DrafterError, ParameterError
+from slipstream.errors import DrafterError, ParameterError, SlipstreamError
 
 __all__ = [
     "TargetInfo",
@@ -177,17 +180,35 @@ def build_drafter(spec: str | Drafter, target: TargetInfo) -> Drafter:
     if isinstance(spec, Drafter):
         return spec
     found, config = configure(spec)
-    return found(config, target)  # type: ignore[call-arg]
+    with _named(spec, "built"):
+        return found(config, target)  # type: ignore[call-arg]
 
 
 def predict_memory(spec: str, target: TargetShape) -> MemoryEstimate:
     """What the drafter that `spec` names will hold beyond the target's own, without loading it."""
     found, config = configure(spec)
-    return found.predict_memory(config, target)
+    with _named(spec, "asked for its memory"):
+        return found.predict_memory(config, target)
 
 
 def configure(spec: str) -> tuple[type[Drafter], Any]:
     """The drafter's class and its config, checked as far as it goes without a target."""
     name, values = parse_spec(spec)
     found = find_drafter(name)
-    return found, make_config(found.Config, name, values)  # type: ignore[attr-defined]
+    with _named(spec, "configured"):
+        return found, make_config(found.Config, name, values)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _named(spec: str, what: str) -> Iterator[None]:
+    """Turns whatever a stranger's code raises into one error that names the drafter and the line."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise DrafterError(
+            f"drafter {parse_spec(spec)[0]!r} cannot be {what}: {type(error).__name__}: {error}"
+            f" ({Path(at.filename).name}, line {at.lineno})"
+        ) from error
