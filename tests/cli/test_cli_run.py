@@ -343,6 +343,11 @@ def test_colours_only_when_asked_and_the_text_stays(invoke, models):
         (["--compare", "--drafter", "none"], "choose a --drafter"),
         (["--drafter", "ngrm"], "did you mean 'ngram'?"),
         (["--drafter", "ngram:max_m=2"], "did you mean 'max_n'?"),
+        (
+            ["--drafter", "draft_model:tiny"],
+            "what follows 'draft_model' must be written key=value, not 'tiny'",
+        ),
+        (["--drafter", "ngram:4,min_n=1"], "must be written key=value, not '4,min_n=1'"),
         (["--drafter", "ngram:max_n=two"], "a whole number"),
         (["--drafter", "ngram:max_n=100000000000"], "max_n <= 1024"),
         (["--drafter", "recycle:k=1200"], "from 1 to 256"),
@@ -693,6 +698,13 @@ def test_a_terminal_of_few_letters_shows_question_marks():
         env={**os.environ, "PYTHONIOENCODING": "latin1"},
     )
     assert done.returncode == 0 and b"model=?" in done.stdout
+
+
+def test_the_package_is_a_command_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream", "version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"slipstream {slipstream.__version__}\n")
 
 
 def test_help_imports_nothing_heavy():

@@ -317,7 +317,14 @@ def test_a_model_alone_means_the_suffix_tree_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["", ":drafters=suffix,model=x", ":drafters=suffix,min_score=-1", ":mode=all,drafters=suffix"]
+    "options",
+    [
+        "",
+        ":drafters=suffix,model=x",
+        ":drafters=suffix,min_score=-1",
+        ":mode=all,drafters=suffix",
+        ":drafters=suffix,mode=merge,min_score=2",
+    ],
 )
 def test_bad_options_are_refused(options: str) -> None:
     with pytest.raises(ParameterError, match="cascade"):

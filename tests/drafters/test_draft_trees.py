@@ -280,7 +280,16 @@ def test_a_tree_drafter_is_given_room_for_its_nodes() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"width": "0"}, {"nodes": "-1"}, {"width": "2", "sampled": "true"}, {"quantise": "int4"}],
+    [
+        {"width": "0"},
+        {"nodes": "-1"},
+        {"width": "2", "sampled": "true"},
+        {"quantise": "int4"},
+        {"nodes": "7"},  # of a chain
+        {"width": "2", "nodes": "1025"},
+        {"width": "1025", "nodes": "7"},
+        {"width": "300"},  # times 4
+    ],
 )
 def test_bad_options_are_errors_of_one_line(options: dict[str, str]) -> None:
     with pytest.raises(ParameterError) as caught:

@@ -31,6 +31,16 @@ def test_the_sample_is_that_of_plain_decoding(bench: Any, branches: int) -> None
     assert counts.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("branches", [1, 3])
+def test_a_shorter_row_of_the_same_number_is_read_anew(branches: int) -> None:
+    """Two sessions that share a drafter count their rows alike."""
+    shared, texts = build_drafter(f"ngram:min_n=1,branches={branches}", INFO), ([1, 2, 3] * 5, [2, 1, 2], [1])
+    for text in texts:
+        request = DraftRequest(0, text, 1, Budget(4, 4), SamplingParams(), 0)
+        fresh = build_drafter(f"ngram:min_n=1,branches={branches}", INFO)
+        assert shared.propose([request]) == fresh.propose([request])
+
+
 def by_hand(tokens: list[int], depth: int, max_n: int, min_n: int) -> list[int]:
     """The chain of one branch: the latest earlier occurrence of the longest suffix."""
     for n in range(min(max_n, len(tokens)), min_n - 1, -1):

@@ -109,7 +109,7 @@ def test_bad_choices_are_refused(text: str) -> None:
         recycle(choices=text)
 
 
-@pytest.mark.parametrize("options", ["k=0", "nodes=-1", "choices=9"])
+@pytest.mark.parametrize("options", ["k=0", "nodes=-1", "nodes=1000000000", "choices=9", "choices=0,nodes=5"])
 def test_bad_options_are_refused(options: str) -> None:
     with pytest.raises(ParameterError, match="recycle"):
         build_drafter(f"recycle:{options}", INFO)

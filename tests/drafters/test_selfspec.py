@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,18 @@ def test_the_model_is_itself_again_after_an_error() -> None:
     assert not any("forward" in vars(m) for m in held.model.modules())
 
 
+def test_a_forward_that_somebody_put_on_a_module_stays() -> None:
+    """accelerate does so for models that lie on several devices."""
+    held = Runner(tiny_model("llama", vocab_size=VOCAB), pack=False)
+    modules = [part for layer in held.model.model.layers for part in (layer, layer.self_attn, layer.mlp)]
+    for module in modules:
+        module.forward = module.forward
+    before = [vars(module)["forward"] for module in modules]
+    with Thinnable(held).without(SkipSet.parse("a0+1")):
+        pass
+    assert [vars(module).get("forward") for module in modules] == before
+
+
 def test_the_committed_prefix_is_read_with_the_full_models_keys() -> None:
     """The first drafted token: thinned layers for the root, true keys and values for all before it."""
     held, tokens = runner("llama"), [3, 1, 4, 1, 5, 9, 2]
@@ -210,7 +223,9 @@ def test_the_cost_is_the_share_of_the_weights_read() -> None:
 @pytest.mark.parametrize(
     "options",
     ["skip=x3", "skip=3-1", "skip=1,exit=2", "exit=4", "exit=-1", "skip=9", "skip=0-3", "width=0,exit=1",
-     "min_confidence=2,exit=1", "num_speculative_tokens=-1,exit=1"],
+     "min_confidence=2,exit=1", "num_speculative_tokens=-1,exit=1", "skip=+", "skip=1-99999999999",
+     "skip=" + "9" * 5000, "nodes=4,exit=1", "width=2,nodes=1025,exit=1", "width=1025,nodes=4,exit=1",
+     "width=300,num_speculative_tokens=4,exit=1"],
 )  # fmt: skip
 def test_bad_options_are_errors_of_one_line(options: str) -> None:
     with pytest.raises(ParameterError) as caught:
@@ -234,9 +249,17 @@ def test_a_tuned_set_is_used_by_default_and_only_for_its_model() -> None:
     assert build("llama", "num_speculative_tokens=2,min_confidence=0").min_confidence == 0.0
     with pytest.raises(DrafterError, match="no tuned set"):
         build("qwen3", "")
-    path.write_text('{"format": 1, "skip": 3}')
-    with pytest.raises(DrafterError, match=r"cannot be used.*slipstream tune selfspec"):
-        build("llama", "")
+    kept = json.loads(path.read_text())
+    for name, value in (
+        ("skip", 3),
+        ("num_speculative_tokens", -1),
+        ("num_speculative_tokens", float("inf")),
+        ("min_confidence", float("nan")),
+        ("cost", []),
+    ):
+        path.write_text(json.dumps({**kept, name: value}))
+        with pytest.raises(DrafterError, match=r"cannot be used.*slipstream tune selfspec"):
+            build("llama", "")
 
 
 def test_a_fingerprint_is_of_the_weights_not_of_their_packing() -> None:

@@ -53,6 +53,13 @@ def test_a_score_below_the_threshold_drafts_nothing(bench: Any) -> None:
     assert suffix(min_score=0.6).propose([bench.ask(tokens, 1)])[0].tree.num_drafted == 0
 
 
+def test_a_guess_has_the_budgets_size_however_large_its_own_may_be(bench: Any) -> None:
+    for tree in (False, True):
+        drafter = suffix(factor=1e308, offset=1e308, tree=tree)
+        (draft,) = drafter.propose([bench.ask([1, 2, 3, 4, 1, 2], depth=2)])
+        assert draft.tree.tokens == (2, 3, 4)
+
+
 def test_a_tree_holds_several_continuations(bench: Any) -> None:
     tokens = [1, 2, 3, 8, 1, 2, 4, 9, 5, 1, 2]
     (draft,) = suffix(tree=True).propose([bench.ask(tokens, 2, 2)])
@@ -243,7 +250,7 @@ def test_a_death_in_mid_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert {p.name for p in tmp_path.iterdir()} <= {"store", ".store.lock"}
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "header", "other file", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "header", "infinite", "other file", "empty"])
 def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "store"
     filled(path)
@@ -253,6 +260,7 @@ def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path, damage: str) 
             "cut": raw[:-3],
             "flipped": raw[:-1] + bytes([raw[-1] ^ 1]),
             "header": MAGIC + b"{}\n",
+            "infinite": MAGIC + b'{"vocab_size": 24, "vocabulary": "v", "lengths": [Infinity]}\n',
             "other file": b"hello",
             "empty": b"",
         }[damage]
@@ -332,6 +340,11 @@ def test_a_full_disk_ends_no_request_but_is_told_at_the_end(
     [
         "max_depth=1",
         "factor=-1",
+        "factor=inf",
+        "factor=nan",
+        "offset=inf",
+        "offset=-inf",
+        "offset=nan",
         "min_score=-1",
         "min_token_prob=1.5",
         "num_speculative_tokens=-1",

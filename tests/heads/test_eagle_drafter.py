@@ -243,6 +243,14 @@ def test_heads_and_trees_by_path(tmp_path: Path, run: Any, info: Info) -> None:
     assert run(model, cascade, PROMPTS, params).tokens == expected.tokens
     with pytest.raises(ParameterError, match="top_k"):
         EagleDrafterConfig("x", top_k=0)
+    with pytest.raises(ParameterError, match="leave out top_k and nodes"):
+        EagleDrafterConfig("x", choices="0+1", top_k=2, nodes=7)
+    with pytest.raises(ParameterError, match="leave out nodes"):
+        EagleDrafterConfig("x", top_k=1, nodes=7)
+    assert EagleDrafterConfig("x", top_k=1, num_speculative_tokens=3, nodes=3).nodes == 3  # which a chain has
+    for options in ({"nodes": 1025}, {"top_k": 1025}):
+        with pytest.raises(ParameterError, match="must be from 0 to 1024"):
+            EagleDrafterConfig("x", **options)
 
 
 def test_rows_leave_nothing_behind(run: Any, info: Info) -> None:

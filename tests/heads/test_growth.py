@@ -248,6 +248,18 @@ def test_a_sampled_chain_asks_before_it_draws_and_keeps_what_it_drew() -> None:
     assert short.frontier == [] and SampledChain(0, 0.0, draw).frontier == []
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_sampled_chain_ends_where_the_draft_gives_no_numbers(bad: float) -> None:
+    def draw(logits: torch.Tensor, before: int) -> tuple[int, torch.Tensor]:
+        assert before == 0 and bool(logits.isfinite().all())
+        return 1, logits.softmax(0)
+
+    chain = SampledChain(9, 0.0, draw)
+    chain.add(Level([[0]], None, torch.tensor([[2.0, 0.0]])))
+    chain.add(Level([[0]], None, torch.tensor([[bad, 0.0]])))
+    assert chain.frontier == [] and chain.draft(9, "me").tree.tokens == (9, 1)
+
+
 def test_rows_grow_together_as_each_alone() -> None:
     """What one row wants (more ranks, probabilities) changes nothing for another."""
     table = torch.randn(40, 7, generator=torch.Generator().manual_seed(1))

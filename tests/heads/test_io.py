@@ -251,6 +251,16 @@ def say(**config: Any) -> Change:
         (say(draft_vocab_size=DRAFT), "d2t \\[7\\] is missing"),
         (put("1.0.linear.weight", torch.full((H, H), float("nan"))), "hold NaN in 1.0.linear.weight"),
         (lambda t, c: t.clear() or t.update(x=noise(2)), "0.0.linear.weight is missing"),
+        (say(medusa_num_heads=10**9), "2.0.linear.weight \\[32, 32\\] is missing"),
+        (say(medusa_num_layers=10**9), "0.1.linear.weight \\[32, 32\\] is missing"),
+        (rename("1.0.linear.weight", "999999999.0.linear.weight"), "1.0.linear.weight .* is missing"),
+        (put("1.0.linear.weight", torch.full((H, H), float("-inf"))), "too large for torch.* in 1.0.linear"),
+        (say(medusa_num_heads="many"), "config.json does not describe draft heads \\(ValueError"),
+        (say(hidden_size=None), "config.json does not describe draft heads \\(TypeError"),
+        (say(medusa_num_layers=0), "num_layers 0: it must be at least 1"),
+        (say(draft_vocab_size=-3), "draft_vocab_size -3: it must be at least 1"),
+        (say(medusa_output="both"), "medusa_output 'both'; it is own or target"),
+        (put("0.0.linear.weight", torch.tensor(1.0)), "config.json does not describe draft heads"),
     ],
 )
 def test_bad_medusa_checkpoints_are_refused(
@@ -279,6 +289,16 @@ EAGLE1_CHANGES: list[tuple[Change, str]] = [
     (say(hidden_act="gelu"), "hidden_act 'gelu'"),
     (say(rope_scaling={"rope_type": "longrope", "factor": 2.0}), "rope type 'longrope'"),
     (lambda t, c: c.pop("vocab_size"), "must give vocab_size"),
+    (say(num_hidden_layers=10**9), "layers.1.input_layernorm.weight .* is missing"),
+    (say(num_hidden_layers=0), "num_layers 0: it must be at least 1"),
+    (say(num_attention_heads=0), "config.json does not describe draft heads \\(ZeroDivisionError"),
+    (say(num_key_value_heads=3), "4 attention heads of size 8 on 3 key-value heads"),
+    (say(intermediate_size="large"), "config.json does not describe draft heads \\(ValueError"),
+    (say(intermediate_size=-1), "intermediate_size -1: it must be at least 1"),
+    (say(intermediate_size=10**15), "config.json does not describe draft heads"),
+    (say(rope_theta="far"), "config.json does not describe draft heads"),
+    (say(rope_scaling={"rope_type": "llama3"}), "config.json does not describe draft heads"),
+    (say(architectures=7), "config.json does not describe draft heads"),
 ]
 EAGLE3_CHANGES: list[tuple[Change, str]] = [
     (drop("d2t"), "d2t \\[7\\] is missing, and they draft only 7 of 24"),
@@ -301,6 +321,13 @@ EAGLE3_CHANGES: list[tuple[Change, str]] = [
     (say(eagle_config={"norm_output": True}), "sets norm_output"),
     (say(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
     (say(draft_vocab_size=V + 1), "exceeds the target's 24"),
+    (say(draft_vocab_size=0), "draft_vocab_size 0: it must be at least 1"),
+    (say(eagle_config=[1]), "config.json does not describe draft heads"),
+    (say(eagle_aux_hidden_state_layer_ids="2, 4"), "config.json does not describe draft heads"),
+    (
+        say(speculators_model_type="eagle3", norm_before_residual=True),
+        "config.json does not describe draft heads",
+    ),
 ]
 
 
@@ -335,6 +362,10 @@ def test_bad_folders_are_refused(tmp_path: Path, target: ModelParts) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(SlipstreamError, match="cannot be read"):
         load_eagle(tmp_path, target)
+    for map_ in ("{}", '{"weight_map": ["a"]}'):
+        (tmp_path / "model.safetensors.index.json").write_text(map_)
+        with pytest.raises(SlipstreamError, match="index.json names no files of tensors"):
+            load_eagle(tmp_path, target)
 
 
 def test_heads_know_the_target_they_were_trained_on(tmp_path: Path) -> None:

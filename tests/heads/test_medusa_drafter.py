@@ -205,6 +205,12 @@ def test_heads_and_trees_by_path(tmp_path: Path, run: Any, info: Info) -> None:
         MedusaDrafterConfig("x", topk="1", choices="y")
     with pytest.raises(ParameterError, match="min_confidence"):
         MedusaDrafterConfig("x", min_confidence=2.0)
+    for given in ({"topk": "1"}, {"choices": "y"}):
+        with pytest.raises(ParameterError, match="gives the whole tree: leave out nodes"):
+            MedusaDrafterConfig("x", nodes=7, **given)
+    for options in ({"nodes": 1025}, {"topk": "50x50x50"}):
+        with pytest.raises(ParameterError, match="must be from 0 to 1024"):
+            drafter_of(model, info, random_medusa(model), **options)
     with pytest.raises(ParameterError, match="4x3x2"):
         drafter_of(model, info, random_medusa(model), topk="4,3")
 

@@ -378,10 +378,19 @@ def test_estimates_add_up() -> None:
         ("medusa:heads={}/nowhere", DrafterError, "there is no folder"),
         ("eagle:heads={}/heads", DrafterError, "holds no draft heads"),
         ("nonsense", DrafterError, "unknown drafter"),
+        (
+            "medusa:heads={}/heads/medusa,choices={}/nowhere.json",
+            ParameterError,
+            "nowhere.json cannot be read",
+        ),
+        ("medusa:heads={}/heads/medusa,topk=1x1x1x1x1x1", ParameterError, "the tree is 6 deep"),
+        ("recycle:choices={}/nowhere.json", ParameterError, "nowhere.json cannot be read"),
+        ("selfspec:exit=99", ParameterError, "selfspec:exit must be below the model's"),
+        ("selfspec:skip=99", ParameterError, "skip names layer 99"),
     ],
 )
 def test_a_mistake_is_told(models: Path, spec: str, error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=re.escape(told)):
-        plan_memory(str(models / "target"), spec.format(models))
+        plan_memory(str(models / "target"), spec.replace("{}", str(models)))
     with pytest.raises(ModelError, match="slipstream pull some/target"):
         plan_memory("some/target", "none")

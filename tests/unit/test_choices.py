@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.core.choices import Choices, best_tree, choices_of, full_tree, read_accuracies, read_choices
+from slipstream.core.choices import (
+    MOST_NODES,
+    Choices,
+    best_tree,
+    choices_of,
+    full_tree,
+    read_accuracies,
+    read_choices,
+)
 from slipstream.errors import ParameterError
 
 accuracies_ = st.lists(
@@ -55,6 +64,9 @@ def test_full_trees() -> None:
     assert len(full_tree([4, 3, 2])) == 4 + 12 + 24
     with pytest.raises(ParameterError, match="at least 1 child"):
         full_tree([2, 0])
+    for widths in ([1025], [1] * 1025, [100] * 100):
+        with pytest.raises(ParameterError, match="full tree of .* must be from 0 to 1024"):
+            full_tree(widths)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +94,8 @@ def test_shapes_as_options_give_them(tmp_path: Path) -> None:
         ("0+0", "twice"),
         ("a", "cannot be read"),
         ("0+-1", "cannot be read"),
+        ("~nobody-of-this-name/tree.json", "leads nowhere"),
+        ("+".join(map(str, range(MOST_NODES + 1))), "must be from 0 to 1024"),
     ):
         with pytest.raises(ParameterError, match=match):
             choices_of(text)
@@ -99,6 +113,7 @@ def test_files(tmp_path: Path) -> None:
         ("[[true]]", "list of rank paths"),
         ("{", "not JSON"),
         ("{}", "list of rank paths"),
+        (json.dumps([[0]] * (MOST_NODES + 1)), "tree.json: .* must be from 0 to 1024"),
     ):
         file.write_text(text)
         with pytest.raises(ParameterError, match=match):

@@ -113,6 +113,8 @@ def test_typical_acceptance_is_refused_unless_lossy_output_is_allowed() -> None:
     assert choose_rule(chain, "auto", lossy=True) is point_mass  # a permission, not a wish
     with pytest.raises(ParameterError, match="rule must be one of"):
         check_rule("medusa", lossy=True)
+    with pytest.raises(ParameterError, match="lossy=True"):
+        check_rule("typical", lossy="false")  # type: ignore[arg-type]
     assert [check_rule(rule, lossy=True) for rule in RULES] == [False, False, False, True]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core import jsontext
+from slipstream.core.places import expanded
 from slipstream.errors import ParameterError
+
+# A node is a row of the step, with a mask as wide as the cache: far larger trees than any that pays would
+# take minutes and all memory before somebody could see it.
+MOST_NODES = 1024
 
 Path_ = tuple[int, ...]
 Accuracies = Sequence[Sequence[float]]  # [depth][rank]: how often that guess is the right one
@@ -31,6 +37,7 @@ class Choices:
     paths: tuple[Path_, ...]
 
     def __post_init__(self) -> None:
+        check_nodes("a tree's choices", len(self.paths))
         seen: set[Path_] = {()}
         for path in self.paths:
             if not path or min(path) < 0:
@@ -71,6 +78,12 @@ class Choices:
     def expected_tau(self, accuracies: Accuracies) -> float:
         """Tokens a pass, bonus included: 1 + the sum over nodes of the product along the path."""
         return 1.0 + sum(_value(path, accuracies) for path in self.paths)
+
+
+def check_nodes(what: str, nodes: int) -> None:
+    """ParameterError for a number of drafted tokens that no tree can have."""
+    if not 0 <= nodes <= MOST_NODES:
+        raise ParameterError(f"{what} must be from 0 to {MOST_NODES} drafted tokens, not {nodes}")
 
 
 def _value(path: Path_, accuracies: Accuracies) -> float:
@@ -117,6 +130,8 @@ def full_tree(widths: Sequence[int]) -> Choices:
     """widths[d] children for every node of depth d, level by level."""
     if any(w < 1 for w in widths):
         raise ParameterError(f"a full tree needs at least 1 child a node at every depth, not {list(widths)}")
+    nodes = sum(itertools.accumulate(widths, operator.mul))
+    check_nodes(f"a full tree of {'x'.join(map(str, widths))}", nodes)
     levels = (itertools.product(*map(range, widths[: d + 1])) for d in range(len(widths)))
     return Choices(tuple(path for level in levels for path in level))
 
@@ -124,7 +139,7 @@ def full_tree(widths: Sequence[int]) -> Choices:
 def choices_of(text: str) -> Choices:
     """A shape as an option gives it: paths of ranks, `0+1+0.0+0.1`, or the JSON file that holds them."""
     if not re.fullmatch(r"[\d.+]+", text):
-        return read_choices(Path(text).expanduser())
+        return read_choices(expanded(text))
     try:
         paths = tuple(tuple(map(int, path.split("."))) for path in text.split("+"))
     except ValueError:
@@ -141,6 +156,7 @@ def read_choices(file: Path) -> Choices:
         raise ParameterError(f"{file} must hold a JSON list of rank paths such as [[0], [1], [0, 0]]")
     found = [tuple(p) for p in paths]
     try:
+        check_nodes("a tree's choices", len(found))
         if any(p[:-1] and p[:-1] not in found[:i] for i, p in enumerate(found)):
             found.sort(key=len)
         return Choices(tuple(found))

@@ -72,7 +72,10 @@ def _split(text: str, separator: str) -> list[str]:
 
 def make_config(config: type[C], owner: str, values: dict[str, Any]) -> C:
     """An instance of the config dataclass; strings are read by the field's type, other values kept."""
-    hints = typing.get_type_hints(config)
+    try:
+        hints = typing.get_type_hints(config)
+    except NameError as error:  # a type that is imported for the type checker only, or is mistyped
+        raise ParameterError(f"the options of {owner!r} have a type that is not known: {error}") from None
     known = {f.name: f for f in fields(config) if f.init}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -86,6 +89,14 @@ def make_config(config: type[C], owner: str, values: dict[str, Any]) -> C:
     return config(**read)
 
 
+def refuse_given(config: Any, why: str, *names: str) -> None:
+    """ParameterError, with the reason, if one of these options is not at its default: it would be ignored."""
+    defaults = {f.name: f.default for f in fields(config)}
+    given = [name for name in names if getattr(config, name) != defaults[name]]
+    if given:
+        raise ParameterError(f"{why}: leave out {' and '.join(given)}")
+
+
 def _read(text: str, kind: Any, where: str) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         members = typing.get_args(kind)
@@ -93,10 +104,12 @@ def _read(text: str, kind: Any, where: str) -> Any:
             return None
         kind = next(m for m in members if m is not type(None))
     if typing.get_origin(kind) is typing.Literal:
-        choices = typing.get_args(kind)
+        choices = {str(choice): choice for choice in typing.get_args(kind)}
         if text in choices:
-            return text
-        raise ParameterError(f"{where} must be one of {', '.join(map(str, choices))}, not {text!r}")
+            return choices[text]
+        raise ParameterError(f"{where} must be one of {', '.join(choices)}, not {text!r}")
+    if kind is Any:
+        return text
     if kind is bool:
         if text.lower() in ("true", "yes", "on", "1"):
             return True
@@ -105,6 +118,6 @@ def _read(text: str, kind: Any, where: str) -> Any:
         raise ParameterError(f"{where} must be true or false, not {text!r}")
     try:
         return kind(text)
-    except ValueError:
-        what = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
+    except (ValueError, TypeError):
+        what = {int: "a whole number", float: "a number"}.get(kind, getattr(kind, "__name__", str(kind)))
         raise ParameterError(f"{where} must be {what}, not {text!r}") from None

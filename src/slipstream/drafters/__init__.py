@@ -11,17 +11,25 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import os
 import pkgutil
+import sys
+import traceback
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from slipstream.core.draft import Drafter
+from slipstream.core.places import expanded
 from slipstream.core.spec import make_config, parse_spec
 from slipstream.drafters._config_source import config_without_import
 from slipstream.drafters.base import MemoryEstimate, TargetInfo, TargetShape
-from slipstream.errors import DrafterError, ParameterError
+from slipstream.errors import DrafterError, ParameterError, SlipstreamError
 
 __all__ = [
     "TargetInfo",
@@ -105,13 +113,7 @@ def _from_path(name: str) -> type[Drafter]:
     module_name, _, attribute = name.rpartition(":")
     path = _file_of(name)
     try:
-        if path is not None:
-            spec = importlib.util.spec_from_file_location(f"slipstream_drafter_{path.stem}", path)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name) if path is None else _module_of(path)
     except Exception as error:  # whatever a stranger's file raises when it is imported
         raise _broken(name, error) from error
     if not hasattr(module, attribute):
@@ -119,12 +121,30 @@ def _from_path(name: str) -> type[Drafter]:
     return _checked(getattr(module, attribute), name)
 
 
+def _module_of(path: Path) -> ModuleType:
+    """The file as a module that is found by its name: types in quotes, which all are after `from __future__
+    import annotations`, are looked up there."""
+    name = f"slipstream_drafter_{path.stem}_{zlib.crc32(os.fsencode(path.resolve())):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
 def _file_of(name: str) -> Path | None:
     """The file of `FILE.py:Class`, None for `package.module:Class`."""
     module_name = name.rpartition(":")[0]
     if not module_name.endswith(".py"):
+        first, _, rest = name.partition(":")
+        if first in _files():  # draft_model:small instead of draft_model:model=small
+            raise ParameterError(f"what follows {first!r} must be written key=value, not {rest!r}")
         return None
-    path = Path(module_name).expanduser()
+    path = expanded(module_name)
     if not path.is_file():
         raise DrafterError(f"drafter file {module_name!r} does not exist")
     return path
@@ -170,17 +190,35 @@ def build_drafter(spec: str | Drafter, target: TargetInfo) -> Drafter:
     if isinstance(spec, Drafter):
         return spec
     found, config = configure(spec)
-    return found(config, target)  # type: ignore[call-arg]
+    with _named(spec, "built"):
+        return found(config, target)  # type: ignore[call-arg]
 
 
 def predict_memory(spec: str, target: TargetShape) -> MemoryEstimate:
     """What the drafter that `spec` names will hold beyond the target's own, without loading it."""
     found, config = configure(spec)
-    return found.predict_memory(config, target)
+    with _named(spec, "asked for its memory"):
+        return found.predict_memory(config, target)
 
 
 def configure(spec: str) -> tuple[type[Drafter], Any]:
     """The drafter's class and its config, checked as far as it goes without a target."""
     name, values = parse_spec(spec)
     found = find_drafter(name)
-    return found, make_config(found.Config, name, values)  # type: ignore[attr-defined]
+    with _named(spec, "configured"):
+        return found, make_config(found.Config, name, values)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _named(spec: str, what: str) -> Iterator[None]:
+    """Turns whatever a stranger's code raises into one error that names the drafter and the line."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise DrafterError(
+            f"drafter {parse_spec(spec)[0]!r} cannot be {what}: {type(error).__name__}: {error}"
+            f" ({Path(at.filename).name}, line {at.lineno})"
+        ) from error

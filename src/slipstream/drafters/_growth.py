@@ -17,9 +17,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from slipstream.core.choices import Choices, Path_
+from slipstream.core.choices import Choices, Path_, check_nodes
 from slipstream.core.draft import Draft
 from slipstream.core.tree import TokenTree
+from slipstream.errors import ParameterError
 
 ROOT = -1
 
@@ -56,6 +57,18 @@ def likeliest(logits: torch.Tensor, width: int, scored: bool) -> tuple[torch.Ten
         first = scores.scatter(-1, ids, float("inf"))  # [..., V]
         ids = first.topk(min(width, scores.shape[-1]), -1).indices  # [..., width]
     return ids, scores.log_softmax(-1).gather(-1, ids) if scored else None
+
+
+def check_tree(owner: str, width: int, nodes: int, depth: int) -> None:
+    """ParameterError for trees of `width` paths that are too large, and for `nodes` of what is a chain."""
+    if width == 1 and nodes:
+        raise ParameterError(
+            f"{owner}:nodes is the size of a tree and width=1 a chain: set width, or leave out nodes"
+        )
+    check_nodes(f"{owner}:width", width)
+    check_nodes(f"{owner}:nodes", nodes)
+    if width > 1 and not nodes:
+        check_nodes(f"{owner}:width times num_speculative_tokens", width * depth)
 
 
 class Growth(ABC):
@@ -265,6 +278,7 @@ class StaticGrowth(Growth):
 class SampledChain(Growth):
     """Tokens drawn one after the other. Where the likeliest token of a law is less likely than `stop_below`
     the chain ends: that is asked before a token is drawn and looks at none, so what is drawn keeps its law.
+    It ends as well where the logits are no numbers: a bad draft costs time, and no request.
 
     draw(logits [V], number drawn before) gives a token and the row q [V'] that it was drawn from, in the
     target's vocabulary. The draft carries these rows and no scores: a choice by the score of what was drawn
@@ -287,6 +301,8 @@ class SampledChain(Growth):
         if not self._logprobs(level, 0)[0] >= self._least:
             return
         assert level.logits is not None
+        if not math.isfinite(float(level.logits[0].amax())):
+            return  # a draft that overflows, or is damaged, has no law to draw from
         token, law = self._draw(level.logits[0], len(self.tokens))
         self.laws.append(law)
         node = self._append(parent, token, 0.0)

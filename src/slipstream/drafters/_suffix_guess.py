@@ -49,7 +49,7 @@ def best_guess(tree: SuffixTree, tail: array[int], limits: Limits) -> Guess | No
         found = tree.find(tail, len(tail) - match)
         if found is None:
             break
-        room = min(limits.nodes, int(match * limits.factor + limits.offset))
+        room = int(min(limits.nodes, match * limits.factor + limits.offset))  # the product may be infinite
         if room < 1:
             continue
         guess = (_branches if limits.branch else _chain)(*found, room, limits, match)

@@ -202,7 +202,7 @@ def _read(path: Path, vocab_size: int, vocabulary: str) -> list[array[int]]:
         tokens = _little(tokens)
         if sum(lengths) != len(tokens):
             raise ValueError("its lengths do not add up")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise DrafterError(f"the suffix store {path} is damaged ({error}); {mend}") from None
     if of != (vocab_size, vocabulary):
         raise DrafterError(

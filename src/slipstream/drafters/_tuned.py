@@ -72,7 +72,7 @@ def load_tuned(model: Any) -> Tuned:
         value = read_json(path)
         if value["format"] != FORMAT:
             raise ParameterError(f"format {value['format']}")
-        return Tuned(
+        found = Tuned(
             SkipSet.parse(value["skip"]),
             int(value["num_speculative_tokens"]),
             float(value["min_confidence"]),
@@ -80,5 +80,8 @@ def load_tuned(model: Any) -> Tuned:
             float(value["cost"]),
             float(value["speedup"]),
         )
-    except (ModelError, ParameterError, KeyError, TypeError, ValueError, AttributeError) as error:
+        if found.num_speculative_tokens < 0 or not 0 <= found.min_confidence <= 1:
+            raise ParameterError("values that no search finds")
+        return found
+    except (ModelError, LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise DrafterError(f"{path} cannot be used ({type(error).__name__}): {fix}") from error

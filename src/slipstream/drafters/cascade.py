@@ -14,7 +14,7 @@ from typing import Literal
 
 from slipstream.core.ask import Later, ask, ask_drafts, shut_down
 from slipstream.core.draft import Budget
-from slipstream.core.spec import parse_specs
+from slipstream.core.spec import parse_specs, refuse_given
 from slipstream.drafters import build_drafter, check_spec, predict_memory
 from slipstream.drafters.base import (
     Draft,
@@ -56,6 +56,8 @@ class CascadeConfig:
             raise ParameterError("cascade needs num_speculative_tokens of 0 or more")
         if not self.min_score >= 0:
             raise ParameterError(f"cascade:min_score must be 0 or more, not {self.min_score}")
+        if self.mode == "merge":
+            refuse_given(self, "cascade:mode=merge verifies all drafts, whatever their score", "min_score")
         for spec in self.specs:
             check_spec(spec)
 

@@ -49,7 +49,8 @@ TOKENIZER_BYTES = 650
 
 @dataclass(frozen=True, slots=True)
 class CrossVocabConfig:
-    """model: catalogue name, folder, .gguf file or hub id. mode: text, or intersect.
+    """model: catalogue name, folder, .gguf file or hub id. mode: text has the draft write text, which is
+    tokenised for the target; intersect draws from the tokens that both have.
 
     num_speculative_tokens: tokens drafted a step. min_confidence: stop before a token whose likeliest
     candidate has less probability than this. dtype: auto is the target's.

@@ -23,7 +23,7 @@ import torch
 
 from slipstream.core.noise import Purpose
 from slipstream.drafters._draft_vocab import DraftVocabulary
-from slipstream.drafters._growth import DynamicGrowth, Growth, SampledChain
+from slipstream.drafters._growth import DynamicGrowth, Growth, SampledChain, check_tree
 from slipstream.drafters._model_growth import Reading, grow_with
 from slipstream.drafters._own_cache import OwnCache, tokens_held
 from slipstream.drafters.base import (
@@ -80,6 +80,7 @@ class DraftModelConfig:
             raise ParameterError(
                 f"draft_model needs width >= 1 and nodes >= 0, not width={self.width}, nodes={self.nodes}"
             )
+        check_tree("draft_model", self.width, self.nodes, self.num_speculative_tokens)
         if self.sampled and self.width > 1:
             raise ParameterError("draft_model:sampled draws one chain: leave out sampled, or set width=1")
         DraftVocabulary.parse(self.draft_vocab)

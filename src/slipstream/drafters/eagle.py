@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from slipstream.core.choices import choices_of
+from slipstream.core.choices import check_nodes, choices_of
+from slipstream.core.places import expanded
+from slipstream.core.spec import refuse_given
 from slipstream.drafters._growth import ROOT, DynamicGrowth, Growth, Level, StaticGrowth, grow
 from slipstream.drafters._head_runner import HeadRunner
 from slipstream.drafters.base import (
@@ -50,8 +51,9 @@ class EagleDrafterConfig:
 
     num_speculative_tokens: longest path. nodes: drafted tokens in all. top_k: nodes expanded a level; 1 is a
     chain. choices: rank paths instead, as in 0+1+0.0, or a JSON file of them. min_confidence: leave out
-    tokens the head gives less probability. aux_layers: how the checkpoint counts tapped layers. quantise:
-    none, or int8 weights for half the memory of bfloat16.
+    tokens the head gives less probability. aux_layers: how the checkpoint counts tapped layers: after (2 is
+    the state after two layers), output (2 is the output of layer 2, counted from 0), or auto, which refuses
+    what could be either. quantise: none, or int8 weights for half the memory of bfloat16.
     """
 
     heads: str = ""
@@ -68,6 +70,14 @@ class EagleDrafterConfig:
             raise ParameterError(
                 "eagle needs num_speculative_tokens and nodes of 0 or more and top_k of 1 or more"
             )
+        check_nodes("eagle:nodes", self.nodes)
+        check_nodes("eagle:top_k", self.top_k)
+        if self.choices:
+            refuse_given(
+                self, "eagle:choices gives the whole tree", "num_speculative_tokens", "top_k", "nodes"
+            )
+        elif self.top_k == 1 and self.nodes != self.num_speculative_tokens:
+            refuse_given(self, "eagle:top_k=1 is a chain of num_speculative_tokens", "nodes")
         if not 0 <= self.min_confidence <= 1:
             raise ParameterError(f"eagle:min_confidence must be in [0, 1], not {self.min_confidence}")
 
@@ -106,7 +116,7 @@ class EagleDrafter(Drafter):
         given = head
         if head is None:
             folder = config.heads or house_drafter("eagle", parts.fingerprint)
-            head = load_eagle(Path(folder).expanduser(), parts, parts.embedding.dtype, aux=config.aux_layers)
+            head = load_eagle(expanded(folder), parts, parts.embedding.dtype, aux=config.aux_layers)
         head.target = parts
         head.to(device)
         if given is None:
@@ -127,7 +137,7 @@ class EagleDrafter(Drafter):
     @classmethod
     def predict_memory(cls, config: EagleDrafterConfig, target: TargetShape) -> MemoryEstimate:
         dtype = target.model.dtype
-        folder = Path(config.heads or house_drafter("eagle", target.model.fingerprint)).expanduser()
+        folder = expanded(config.heads or house_drafter("eagle", target.model.fingerprint))
         head, tensors = open_eagle(folder, ModelParts.of(target.model.model), aux=config.aux_layers)
         vocab = DraftVocab(head.vocab_size, head.draft_vocab_size)
         weights = loaded_bytes(tensors, vocab, dtype, config.quantise)

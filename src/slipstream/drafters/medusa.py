@@ -18,12 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from slipstream.core.choices import Choices, best_tree, choices_of, full_tree, read_accuracies
+from slipstream.core.choices import (
+    Choices,
+    best_tree,
+    check_nodes,
+    choices_of,
+    full_tree,
+    read_accuracies,
+)
+from slipstream.core.places import expanded
+from slipstream.core.spec import refuse_given
 from slipstream.drafters._growth import Level, StaticGrowth, grow, likeliest
 from slipstream.drafters.base import (
     Draft,
@@ -69,10 +77,11 @@ class MedusaDrafterConfig:
     quantise: Quantise = "none"
 
     def __post_init__(self) -> None:
-        if self.nodes < 0:
-            raise ParameterError(f"medusa needs nodes of 0 or more, not {self.nodes}")
+        check_nodes("medusa:nodes", self.nodes)
         if sum(map(bool, (self.topk, self.choices, self.accuracies))) > 1:
             raise ParameterError("medusa takes one of topk, choices and accuracies, not several")
+        if self.topk or self.choices:
+            refuse_given(self, f"medusa:{'topk' if self.topk else 'choices'} gives the whole tree", "nodes")
         if not 0 <= self.min_confidence <= 1:
             raise ParameterError(f"medusa:min_confidence must be in [0, 1], not {self.min_confidence}")
 
@@ -106,7 +115,7 @@ class MedusaDrafter(Drafter):
         device = parts.embedding.device
         if heads is None and not config.heads:
             config = replace(config, heads=str(house_drafter("medusa", parts.fingerprint)))
-        loaded = heads or load_medusa(Path(config.heads).expanduser(), parts, parts.embedding.dtype)
+        loaded = heads or load_medusa(expanded(config.heads), parts, parts.embedding.dtype)
         self._heads = loaded.to(device)
         self._lm_head: LMHead | None = None
         # What belongs to the drafter alone: the heads, and their copy of some rows of the LM head.
@@ -129,8 +138,9 @@ class MedusaDrafter(Drafter):
     @classmethod
     def predict_memory(cls, config: MedusaDrafterConfig, target: TargetShape) -> MemoryEstimate:
         dtype = target.model.dtype
-        folder = Path(config.heads or house_drafter("medusa", target.model.fingerprint)).expanduser()
+        folder = expanded(config.heads or house_drafter("medusa", target.model.fingerprint))
         heads, tensors = open_medusa(folder, ModelParts.of(target.model.model))
+        _choices(replace(config, heads=str(folder)), heads.num_heads)  # told here as when it is built
         vocab = DraftVocab(heads.vocab_size, heads.draft_vocab_size)
         weights = loaded_bytes(tensors, vocab, dtype, config.quantise)
         if heads.output == "target" and vocab.reduced:
@@ -228,9 +238,9 @@ def _choices(config: MedusaDrafterConfig, num_heads: int) -> Choices:
     elif config.choices:
         chosen = choices_of(config.choices)
     else:
-        beside = Path(config.heads).expanduser() / ACCURACIES
+        beside = expanded(config.heads) / ACCURACIES
         if config.accuracies:
-            table = read_accuracies(Path(config.accuracies).expanduser())
+            table = read_accuracies(expanded(config.accuracies))
         elif config.heads and beside.is_file():
             table = read_accuracies(beside)
         else:

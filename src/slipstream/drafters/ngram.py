@@ -68,17 +68,17 @@ class _Index:
         self._config = config
         self._next_of: dict[tuple[int, ...], int] = {}
         self._before: dict[tuple[int, int], int] = {}  # n and occurrence -> the occurrence before it
-        self._known = 0  # n-grams ending before this position are in the index
+        self.known = 0  # n-grams ending before this position are in the index
 
     def extend(self, tokens: Sequence[int]) -> None:
         config = self._config
-        for end in range(self._known + 1, len(tokens)):  # tokens[end] follows the n-gram that ends before it
+        for end in range(self.known + 1, len(tokens)):  # tokens[end] follows the n-gram that ends before it
             for n in range(config.min_n, min(config.max_n, end) + 1):
                 key = tuple(tokens[end - n : end])
                 if config.branches > 1 and key in self._next_of:
                     self._before[n, end] = self._next_of[key]
                 self._next_of[key] = end
-        self._known = max(self._known, len(tokens) - 1)
+        self.known = max(self.known, len(tokens) - 1)
 
     def occurrences(self, tokens: Sequence[int]) -> Iterator[int]:
         """Where the text went on after its longest suffix, latest first, then after shorter ones."""
@@ -91,7 +91,7 @@ class _Index:
     @property
     def memory_bytes(self) -> int:
         keys = len(self._next_of) * _key_bytes(self._config) + len(self._before) * sys.getsizeof((0, 0))
-        return sys.getsizeof(self._next_of) + sys.getsizeof(self._before) + keys + self._known * INT_BYTES
+        return sys.getsizeof(self._next_of) + sys.getsizeof(self._before) + keys + self.known * INT_BYTES
 
     @staticmethod
     def expected_bytes(config: NgramConfig, tokens: int) -> int:
@@ -130,7 +130,9 @@ class NgramDrafter(Drafter):
 
     def _one(self, request: DraftRequest) -> Draft:
         tokens, budget = request.tokens, request.budget
-        index = self._indexes.setdefault(request.seq_id, _Index(self._config))
+        index = self._indexes.get(request.seq_id)
+        if index is None or index.known >= len(tokens):  # of another session that shares this drafter
+            index = self._indexes[request.seq_id] = _Index(self._config)
         index.extend(tokens)
         paths: list[list[int]] = []
         for start in islice(index.occurrences(tokens), SCANNED * self._config.branches):

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.core.choices import Choices, Path_, best_tree, choices_of
+from slipstream.core.choices import Choices, Path_, best_tree, check_nodes, choices_of
+from slipstream.core.spec import refuse_given
 from slipstream.drafters.base import (
     Draft,
     Drafter,
@@ -40,7 +41,7 @@ class RecycleConfig:
     """nodes: drafted tokens of the tree. k: successors remembered a token.
 
     choices: the tree's paths by rank, most wanted first, as in 0+1+0.0+0.1, or a JSON file of them; by
-    default those that are likeliest if each rank is right as often as `RANKS` says.
+    default the likeliest, the first rank right half of the time and each later one less.
 
     The default of 31 nodes makes, with the root, 32 rows, a multiple of the 4 a step is padded to.
     """
@@ -50,8 +51,9 @@ class RecycleConfig:
     choices: str = ""
 
     def __post_init__(self) -> None:
-        if self.nodes < 0:
-            raise ParameterError(f"recycle:nodes must be 0 or more, not {self.nodes}")
+        check_nodes("recycle:nodes", self.nodes)
+        if self.choices:
+            refuse_given(self, "recycle:choices gives the whole tree", "nodes")
         if not 1 <= self.k <= MOST_K:
             raise ParameterError(f"recycle:k must be from 1 to {MOST_K}, not {self.k}")
 
@@ -89,6 +91,7 @@ class RecycleDrafter(Drafter):
 
     @classmethod
     def predict_memory(cls, config: RecycleConfig, target: TargetShape) -> MemoryEstimate:
+        _shape(config, min(config.k, target.vocab_size))  # told here as when it is built
         row = min(config.k, target.vocab_size) * _ID.itemsize + np.dtype(np.bool_).itemsize
         return MemoryEstimate(tables=target.vocab_size * row)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.drafters._growth import DynamicGrowth
+from slipstream.drafters._growth import DynamicGrowth, check_tree
 from slipstream.drafters._model_growth import Reading, grow_with
 from slipstream.drafters._tuned import load_tuned
 from slipstream.drafters.base import (
@@ -25,6 +25,7 @@ from slipstream.drafters.base import (
     empty_draft,
 )
 from slipstream.errors import DrafterError, ParameterError
+from slipstream.model.parts import ModelParts
 from slipstream.model.skip import SkipSet, Thinnable
 
 DEPTH, CONFIDENCE = 4, 0.4  # where neither given nor tuned
@@ -61,6 +62,7 @@ class SelfSpecConfig:
             raise ParameterError(
                 f"selfspec needs width >= 1 and nodes >= 0, not width={self.width}, nodes={self.nodes}"
             )
+        check_tree("selfspec", self.width, self.nodes, self.num_speculative_tokens or 0)
         SkipSet.parse(self.skip)
 
 
@@ -77,22 +79,17 @@ class SelfSpecDrafter(Drafter):
         self._runner = target.runner
         self._model = Thinnable(self._runner)
         depth, confidence = DEPTH, CONFIDENCE
-        if config.exit:
-            if config.exit >= self._model.layers:
-                raise ParameterError(
-                    f"selfspec:exit must be below the model's {self._model.layers} layers, not {config.exit}"
-                )
-            skip = SkipSet.exit_at(config.exit, self._model.layers)
-        elif config.skip:
-            skip = SkipSet.parse(config.skip)
-        else:
+        skip = _given(config, self._model.layers)
+        if skip is None:
             tuned = load_tuned(self._runner.model)
-            skip, depth, confidence = tuned.skip, tuned.num_speculative_tokens, tuned.min_confidence
-        self.skip = self._model.check(skip)
+            depth, confidence = tuned.num_speculative_tokens, tuned.min_confidence
+            skip = tuned.skip.check(self._model.layers)
+        self.skip = skip
         if config.num_speculative_tokens is not None:
             depth = config.num_speculative_tokens
         self.num_speculative_tokens = depth
         self.min_confidence = confidence if config.min_confidence is None else config.min_confidence
+        check_tree("selfspec", config.width, config.nodes, depth)
         if config.width > 1:
             self.draft_nodes = config.nodes or config.width * depth
         self._width = config.width
@@ -101,7 +98,9 @@ class SelfSpecDrafter(Drafter):
     @classmethod
     def predict_memory(cls, config: SelfSpecConfig, target: TargetShape) -> MemoryEstimate:
         """Nothing: it has the target's weights and cache."""
-        return MemoryEstimate()
+        given = _given(config, ModelParts.of(target.model.model).num_layers)
+        tuned = "selfspec without skip and exit takes what `slipstream tune selfspec` found for this model"
+        return MemoryEstimate(notes=() if given else (tuned,))
 
     @property
     def cost(self) -> float:
@@ -133,3 +132,12 @@ class SelfSpecDrafter(Drafter):
             greedy_path=True,
         )
         return Reading(request.seq_id, [request.root], growth)
+
+
+def _given(config: SelfSpecConfig, layers: int) -> SkipSet | None:
+    """What the options leave out of a model of so many layers, None if they do not say."""
+    if config.exit >= layers:
+        raise ParameterError(f"selfspec:exit must be below the model's {layers} layers, not {config.exit}")
+    if config.exit:
+        return SkipSet.exit_at(config.exit, layers)
+    return SkipSet.parse(config.skip).check(layers) if config.skip else None

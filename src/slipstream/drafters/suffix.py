@@ -9,6 +9,7 @@ row's own tree wins ties.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,9 @@ class SuffixConfig:
         for name in ("num_speculative_tokens", "factor", "min_score", "max_requests", "max_tokens"):
             if not getattr(self, name) >= 0:
                 raise ParameterError(f"suffix:{name} must be 0 or more, not {getattr(self, name)}")
+        for name in ("factor", "offset"):
+            if not math.isfinite(getattr(self, name)):
+                raise ParameterError(f"suffix:{name} must be a finite number, not {getattr(self, name)}")
         if not 0 <= self.min_token_prob <= 1:
             raise ParameterError(f"suffix:min_token_prob must be in [0, 1], not {self.min_token_prob}")
         if self.store and not self.remember:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slipstream.errors import DrafterError
+from slipstream.errors import DrafterError, SlipstreamError
 from slipstream.model.parts import ModelParts
+from slipstream.model.quiet import first_line
 from slipstream.model.store import read_json, write_atomic
 
 PROVENANCE = "slipstream.json"
@@ -29,6 +31,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
+@contextmanager
+def understanding(folder: Path) -> Iterator[None]:
+    """Turns what values of the wrong kind in config.json lead to into one error that names the file."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except Exception as error:  # whatever a stranger's numbers lead to
+        raise DrafterError(
+            f"{folder / 'config.json'} does not describe draft heads ({type(error).__name__}:"
+            f" {first_line(error)}): fetch it again"
+        ) from error
+
+
 def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """The tensors of the first of these files that is there, or of all files that an index names.
 
@@ -37,7 +53,10 @@ def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     for name in names:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            parts = {Path(str(part)).name for part in read_json(index).get("weight_map", {}).values()}
+            named = read_json(index).get("weight_map")
+            if not isinstance(named, dict) or not named:
+                raise DrafterError(f"{index} names no files of tensors: fetch it again")
+            parts = {Path(str(part)).name for part in named.values()}
             return {k: v for part in sorted(parts) for k, v in _read_file(folder / part).items()}
         if (folder / name).is_file():
             return _read_file(folder / name)
@@ -82,6 +101,12 @@ def fill(state: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], f
     holes = [name for name, tensor in sorted(state.items()) if bool(tensor.isnan().any())]
     if holes:
         raise DrafterError(f"the heads in {folder} hold NaN in {listed(holes)}: train or fetch them again")
+    large = [name for name, tensor in sorted(state.items()) if bool(tensor.isinf().any())]
+    if large:
+        raise DrafterError(
+            f"the heads in {folder} hold numbers too large for {state[large[0]].dtype} in {listed(large)}:"
+            " use another dtype, or train or fetch them again"
+        )
 
 
 def listed(items: Sequence[str]) -> str:

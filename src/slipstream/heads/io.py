@@ -7,7 +7,7 @@ that is not understood completely is refused, never guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,7 +70,8 @@ def load_medusa(
     """
     files.check_provenance(folder, target)
     config, tensors = open_medusa(folder, target)
-    heads = MedusaHeads(config, dtype or float_dtype(tensors))
+    with files.understanding(folder):
+        heads = MedusaHeads(config, dtype or float_dtype(tensors))
     take_vocab(tensors, heads.vocab, folder)
     files.fill(heads.heads.state_dict(), tensors, folder)
     return heads.eval().requires_grad_(False)
@@ -82,7 +83,8 @@ def open_medusa(
     """The config and the tensors as they are stored; safetensors are mapped, not read."""
     raw = files.read_config(folder)
     tensors = {k.removeprefix(_PREFIX): v for k, v in files.read_tensors(folder, _MEDUSA_FILES).items()}
-    config = _medusa_config(raw, tensors, folder)
+    with files.understanding(folder):
+        config = _medusa_config(raw, tensors, folder)
     if target is not None:
         files.require(config.hidden_size, target.hidden_size, "hidden size", folder)
         files.require(config.vocab_size, target.vocab_size, "vocabulary size", folder)
@@ -115,14 +117,20 @@ def _medusa_config(raw: dict[str, Any], tensors: Mapping[str, torch.Tensor], fol
     promised = raw.get("medusa_num_heads", raw.get("num_heads", 0))
     heads = max(int(promised), *(int(m.group(1)) + 1 for m in (*blocks, *outputs)))
     layers = int(raw.get("medusa_num_layers", 1 + max(int(m.group(2)) for m in blocks)))
-    own = raw.get("medusa_output", "own") == "own"
+    # One that is missing is enough to be refused: a damaged file must not have us build millions.
+    heads = min(heads, 1 + len({m.group(1) for m in (*blocks, *outputs)}))
+    layers = min(layers, 1 + len({m.group(2) for m in blocks}))
+    output = raw.get("medusa_output", "own")
+    if output not in ("own", "target"):
+        raise DrafterError(f"{folder / 'config.json'} has medusa_output {output!r}; it is own or target")
+    own = output == "own"
     draft_size = raw.get("draft_vocab_size")
     vocab_size = raw.get("vocab_size")
     if vocab_size is None:
         if not own or not outputs:
             raise DrafterError(f"{folder / 'config.json'} must give vocab_size")
         vocab_size = tensors[outputs[0].group(0)].shape[0]
-    return MedusaConfig(
+    config = MedusaConfig(
         hidden_size=int(raw.get("hidden_size", first.shape[-1])),
         vocab_size=int(vocab_size),
         num_heads=heads,
@@ -130,6 +138,15 @@ def _medusa_config(raw: dict[str, Any], tensors: Mapping[str, torch.Tensor], fol
         output="own" if own else "target",
         draft_vocab_size=None if draft_size is None else int(draft_size),
     )
+    _require_sizes(config, ("hidden_size", "vocab_size", "num_layers", "draft_vocab_size"), folder)
+    return config
+
+
+def _require_sizes(config: MedusaConfig | EagleConfig, names: Sequence[str], folder: Path) -> None:
+    for name in names:
+        size = getattr(config, name)
+        if size is not None and size < 1:
+            raise DrafterError(f"{folder / 'config.json'} has {name} {size}: it must be at least 1")
 
 
 def save_medusa(
@@ -168,6 +185,10 @@ AuxConvention = Literal["auto", "after", "output"]
 _EAGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _AUX_NOTE = "slipstream_aux_layers"
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("vocab_size", "target_hidden_size", "num_layers", "draft_vocab_size", "context"),
+)
 _NOT_COMPUTED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
 
 
@@ -187,7 +208,8 @@ def load_eagle(
     """
     files.check_provenance(folder, target)
     config, tensors = open_eagle(folder, target, aux=aux)
-    head = EagleHead(config, dtype or float_dtype(tensors))
+    with files.understanding(folder):
+        head = EagleHead(config, dtype or float_dtype(tensors))
     take_vocab(tensors, head.vocab, folder)
     files.fill(head.body.state_dict(), tensors, folder)
     head.target = target
@@ -198,13 +220,16 @@ def open_eagle(
     folder: Path, target: ModelParts, *, aux: AuxConvention = "auto"
 ) -> tuple[EagleConfig, dict[str, torch.Tensor]]:
     """The config and the tensors as they are stored, by our names; safetensors are mapped, not read."""
-    raw = _flat(files.read_config(folder), folder)
+    found = files.read_config(folder)
+    with files.understanding(folder):
+        raw = _flat(found, folder)
     tensors = {
         re.sub(r"^midlayer\.", "layers.0.", name): tensor
         for name, tensor in files.read_tensors(folder, _EAGLE_FILES).items()
         if not name.endswith("rotary_emb.inv_freq")
     }
-    config = _eagle_config(raw, tensors, target, aux, folder)
+    with files.understanding(folder):
+        config = _eagle_config(raw, tensors, target, aux, folder)
     files.require(config.target_hidden_size, target.hidden_size, "hidden size", folder)
     files.require(config.vocab_size, target.vocab_size, "vocabulary size", folder)
     return config, tensors
@@ -249,6 +274,7 @@ def _eagle_config(
     third = raw.get("version") == 3 or "eagle3" in named or "layers.0.hidden_norm.weight" in tensors
     hidden = int(raw["hidden_size"])
     draft_size = raw.get("draft_vocab_size")
+    layers = {m.group(1) for name in tensors if (m := re.match(r"layers\.(\d+)\.", name))}
     config = EagleConfig(
         version=3 if third else 1,
         hidden_size=hidden,
@@ -258,7 +284,7 @@ def _eagle_config(
         head_dim=int(raw.get("head_dim") or hidden // int(raw["num_attention_heads"])),
         vocab_size=int(raw["vocab_size"]),
         target_hidden_size=int(raw.get("target_hidden_size") or hidden),
-        num_layers=int(raw.get("num_hidden_layers", 1)),
+        num_layers=min(int(raw.get("num_hidden_layers", 1)), 1 + len(layers)),  # see `_medusa_config`
         draft_vocab_size=None if draft_size is None else int(draft_size),
         aux_layers=_aux_layers(raw, target.num_layers, aux, file) if third else (),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
@@ -271,6 +297,12 @@ def _eagle_config(
         context=int(raw.get("max_position_embeddings", 2048)),
         rope=rope_parameters(raw),
     )
+    _require_sizes(config, _SIZES, folder)
+    if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
+        raise DrafterError(
+            f"{file} has {config.num_attention_heads} attention heads of size {config.head_dim} on"
+            f" {config.num_key_value_heads} key-value heads, which no head computes: fetch it again"
+        )
     if third and not config.own_embedding and hidden != target.hidden_size:
         raise DrafterError(
             f"the heads in {folder} do not fit: embed_tokens.weight {[config.vocab_size, hidden]} is missing"

@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from slipstream.core.places import expanded
 from slipstream.core.precision import check_precision
 from slipstream.errors import CapacityError, ModelError, ParameterError, SlipstreamError
 from slipstream.model import memory
@@ -110,7 +111,7 @@ def _local_path(spec: str) -> Path | None:
     """The folder or .gguf file that spec names, None if it can only be a hub id. ModelError for neither."""
     if spec.strip() == "":
         raise ModelError(f"no model was named: give a hub id, a folder, a .gguf file or one of {_names()}")
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     with reading_errors(path):
         is_file, is_folder = path.is_file(), path.is_dir()
     if is_folder:
@@ -333,7 +334,7 @@ def _name(spec: str, path: Path) -> str:
     entry = find(spec)
     if entry is not None:
         return entry.name
-    given = Path(spec).expanduser()
+    given = expanded(spec)
     if given.suffix.lower() == ".gguf":
         return given.stem
     return path.name if given.is_dir() else spec

@@ -91,9 +91,14 @@ def _groups(calls: Sequence[_Call], free: dict[str, nn.Linear]) -> Iterator[list
 
 @contextmanager
 def replaced(module: nn.Module, forward: Any) -> Iterator[None]:
-    """`module.forward` is another function inside the block. Hooks stay."""
+    """`module.forward` is another function inside the block. Hooks stay, and so does a `forward` that was put
+    on the module, as accelerate does."""
+    before = vars(module).get("forward")
     module.forward = forward  # shadows the method
     try:
         yield
     finally:
-        del module.forward
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

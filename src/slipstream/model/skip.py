@@ -30,7 +30,7 @@ from slipstream.model.runner import Runner
 from slipstream.model.siblings import replaced
 from slipstream.model.taps import Taps, decoder
 
-_RANGE = re.compile(r"([am]?)(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"([am]?)(\d{1,4})(?:-(\d{1,4}))?")  # no model has more layers than four digits count
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class SkipSet:
                 raise ParameterError(f"skip has a range that ends before it begins: {part!r}")
             for k in kind or "am":
                 chosen[k].update(range(first, last + 1))
+        if text and not any(chosen.values()):
+            raise ParameterError(f"skip must be written like a3-9+m4+12-14, {text!r} names no layer")
         return cls(frozenset(chosen["a"]), frozenset(chosen["m"]))
 
     @classmethod
@@ -69,6 +71,16 @@ class SkipSet:
     def last_layer(self) -> int:
         """The highest layer named, -1 for an empty set."""
         return max((*self.attention, *self.mlp), default=-1)
+
+    def check(self, layers: int) -> SkipSet:
+        """The set itself; ParameterError if it names a layer that is not there or leaves nothing."""
+        if self.last_layer >= layers:
+            raise ParameterError(
+                f"skip names layer {self.last_layer}, the model has layers 0 to {layers - 1}"
+            )
+        if len(self) == 2 * layers:
+            raise ParameterError("skip leaves out every sublayer: keep some")
+        return self
 
     def __len__(self) -> int:
         """Sublayers left out."""
@@ -155,16 +167,6 @@ class Thinnable:
                 if index in skip.mlp:
                     stack.enter_context(replaced(mlp, _zeros))
             yield
-
-    def check(self, skip: SkipSet) -> SkipSet:
-        """The set itself; ParameterError if it names a layer that is not there or leaves nothing."""
-        if skip.last_layer >= self.layers:
-            raise ParameterError(
-                f"skip names layer {skip.last_layer}, the model has layers 0 to {self.layers - 1}"
-            )
-        if len(skip) == 2 * self.layers:
-            raise ParameterError("skip leaves out every sublayer: keep some")
-        return skip
 
     def cost(self, skip: SkipSet) -> float:
         """Share of the weights that a pass without these sublayers still reads, head included."""

@@ -45,7 +45,7 @@ def check_rule(rule: str, lossy: bool = False) -> bool:
     """
     if rule not in RULES:
         raise ParameterError(f"rule must be one of {', '.join(RULES)}, not {rule!r}")
-    if rule == "typical" and not lossy:
+    if rule == "typical" and lossy is not True:  # "false" from a settings file is no permission
         raise ParameterError(
             "typical acceptance changes the output: it is no longer what the target would say;"
             " pass lossy=True to allow that, or leave rule at 'auto'"
