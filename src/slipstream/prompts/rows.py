@@ -130,12 +130,22 @@ def _from_file(path: Path) -> Iterator[Row]:
             f"{path} is neither .jsonl, .json nor text ({', '.join(_TEXT)}): rename or convert"
         )
     try:
-        with path.open(encoding="utf-8") as file:
-            yield from _from_lines(file, str(path), path.name, json_lines=path.suffix == ".jsonl")
-    except UnicodeDecodeError as error:
-        raise ParameterError(f"{path} is not UTF-8 text ({error.reason}): convert it first") from None
+        with path.open("rb") as file:
+            lines = _decoded(file, str(path))
+            yield from _from_lines(lines, str(path), path.name, json_lines=path.suffix == ".jsonl")
     except OSError as error:
         raise ParameterError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+
+
+def _decoded(lines: Iterable[bytes], place: str) -> Iterator[str]:
+    """Lines of UTF-8, with or without a byte order mark in front."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ParameterError(
+                f"{place}, line {number}: not UTF-8 text ({error.reason}): convert the file first"
+            ) from None
 
 
 def _from_lines(lines: Iterable[str], place: str, file: str, *, json_lines: bool) -> Iterator[Row]:
@@ -151,7 +161,7 @@ def _from_lines(lines: Iterable[str], place: str, file: str, *, json_lines: bool
 
 def _from_array(path: Path) -> Iterator[Row]:
     try:
-        entries = _json(path.read_text(encoding="utf-8"), str(path))
+        entries = _json(path.read_text(encoding="utf-8-sig"), str(path))
     except (UnicodeDecodeError, OSError) as error:
         raise ParameterError(f"{path} cannot be read ({error}): it must be UTF-8 JSON") from None
     if not isinstance(entries, list):
@@ -184,7 +194,7 @@ def _from_hub(name: str, split: str, config: str | None) -> Iterator[Row]:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ParameterError(f"{where}: not valid JSON ({error}): mend or delete it") from None
 
 
@@ -207,7 +217,7 @@ def parse_row(entry: Any, where: str, file: str = "", number: int = 0) -> Row:
     else:
         messages = [_turn(turn, where, i) for i, turn in enumerate(value, start=1)]
     system = entry.get("system")
-    if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
+    if system and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, _message("system", system, where))
     task = str(entry.get("task") or entry.get("category") or ANY_TASK)
     known = next((entry[key] for key in _IDS if entry.get(key) is not None), number)
@@ -223,7 +233,7 @@ def _turn(turn: Any, where: str, number: int) -> Message:
         known = role in ROLES
     else:
         role, content = turn.get("from"), turn.get("value")
-        known = role in _SHAREGPT
+        known = isinstance(role, str) and role in _SHAREGPT
     if not known:
         raise ParameterError(
             f"{here}: unknown role {_short(role)}; only {', '.join(ROLES)} can be trained on"
@@ -236,6 +246,12 @@ def _message(role: str, content: Any, where: str) -> Message:
         raise ParameterError(f"{where}: the text must be a string, not {_short(content)}")
     if not content.strip():
         raise ParameterError(f"{where}: the {role}'s text is empty: mend or delete the row")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:  # JSON can say what no text holds: half of a surrogate pair
+        raise ParameterError(
+            f"{where}: the text holds half a character ({content[error.start]!r}): mend or delete the row"
+        ) from None
     return {"role": role, "content": content}
 
 
