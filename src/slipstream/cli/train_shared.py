@@ -114,7 +114,7 @@ def span(seconds: float) -> str:
 def parse_time(text: str) -> float:
     """Seconds of "90", "90s", "30m" or "2h"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if match is None or not float(match[1]):
+    if match is None or not 0 < float(match[1]) < 1e9:
         raise ParameterError(f"--limit-time must be like 90s, 30m or 2h, not {text!r}")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 

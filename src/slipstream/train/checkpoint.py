@@ -75,12 +75,12 @@ class Checkpoints:
                 for file in partial.iterdir():
                     with file.open("rb") as opened:
                         os.fsync(opened.fileno())
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 os.replace(partial, folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
             for old in self.found()[:-KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
         return folder
 
     def _clear(self) -> None:
@@ -89,7 +89,15 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first: one that is half gone must not be taken for a whole one."""
+    if folder.exists():
+        going = folder.with_name(f"{folder.name}.{os.getpid()}.old.partial")
+        os.replace(folder, going)
+        shutil.rmtree(going, ignore_errors=True)
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
@@ -108,7 +116,7 @@ def restore(folder: Path, method: Method, optimizer: torch.optim.Optimizer) -> N
     shapes = {name: p.shape for name, p in parameters.items()}
     if shapes != {name: w.shape for name, w in weights.items()}:
         raise ModelError(
-            f"the checkpoint {folder} is of a drafter with other weights: give another --out, or --restart"
+            f"the checkpoint {folder} is of a drafter with other weights: give another --output, or --restart"
         )
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from slipstream.errors import ParameterError
 
+MOST_EPOCHS = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class FitSettings:
@@ -45,6 +47,13 @@ class FitSettings:
         for name in ("steps", "max_tokens", "minutes", "measure_every", "heldout_batches", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ParameterError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        for name in ("lr", "epochs", "weight_decay", "minutes", "warmup", "floor"):
+            if not math.isfinite(getattr(self, name)):
+                raise ParameterError(f"{name} must be a number, not {getattr(self, name)}")
+        if math.isnan(self.clip) or self.epochs > MOST_EPOCHS:
+            raise ParameterError(f"clip must be a number, and epochs at most {MOST_EPOCHS}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ParameterError(f"seed must fit into 64 bits, not {self.seed}")
         if self.lr <= 0 or self.clip <= 0 or (not self.steps and self.epochs <= 0):
             raise ParameterError("lr, clip and epochs must be more than 0")
         if not 0 <= self.warmup < 1 or not 0 <= self.floor <= 1:
