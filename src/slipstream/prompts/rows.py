@@ -110,6 +110,8 @@ def _rows_of(source: str, split: str, config: str | None) -> Iterator[Row]:
     if source.startswith(HUB):
         yield from _from_hub(source.removeprefix(HUB), split, config)
         return
+    if not source.strip():  # a path of nothing is the current folder
+        raise ParameterError("a source of prompts is empty: name a file, a folder, or hf:NAME of a data set")
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in (".jsonl", ".json", *_TEXT))
@@ -204,14 +206,15 @@ def parse_row(entry: Any, where: str, file: str = "", number: int = 0) -> Row:
         raise ParameterError(f"{where}: a row must be a JSON object, not {_short(entry)}")
     found = [name for name in _LAYOUTS if entry.get(name) is not None]
     if not found:
-        have = ", ".join(map(str, entry)) or "nothing"
+        have = ", ".join(f"{k} (null)" if v is None else str(k) for k, v in entry.items()) or "nothing"
         wanted = f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}"
         raise ParameterError(f"{where}: a row needs {wanted}; it has {have}")
     layout, value = found[0], entry[found[0]]
     if layout == "question" or (layout == "prompt" and isinstance(value, str)):
         messages = [_message("user", value, where)]
     elif not isinstance(value, Sequence) or isinstance(value, str):
-        raise ParameterError(f"{where}: {layout} must be a list of turns, not {_short(value)}")
+        wanted = "a text or a list of turns" if layout == "prompt" else "a list of turns"
+        raise ParameterError(f"{where}: {layout} must be {wanted}, not {_short(value)}")
     elif layout == "turns":
         messages = [_message("user", text, where) for text in value[:1]]
     else:
