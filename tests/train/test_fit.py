@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +21,13 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import CapacityError, ModelError, ParameterError, TrainingError
 from slipstream.heads.io import load_medusa
+from slipstream.model import disk
 from slipstream.model.parts import ModelParts
 from slipstream.testing.heads import random_eagle, random_medusa
 from slipstream.testing.tiny import tiny_model
 from slipstream.train import checkpoint
 from slipstream.train.checkpoint import Checkpoints
+from slipstream.train.curve import Seen, Unwatched
 from slipstream.train.eagle import EagleMethod
 from slipstream.train.fit import fit
 from slipstream.train.medusa import MedusaMethod
@@ -222,6 +226,100 @@ def test_checkpoints_of_other_runs_are_refused(
         quick_fit(larger, source, tmp_path, SETTINGS, arguments={"heads": 2})
 
 
+def test_a_folder_with_other_things_in_it_is_refused(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.partial").mkdir()
+    (tmp_path / "thesis.partial" / "chapter.txt").touch()
+    with pytest.raises(ParameterError, match="not empty and holds no training"):
+        quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    assert (tmp_path / "thesis.partial" / "chapter.txt").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ParameterError, match="cannot be used"):
+        quick_fit(medusa(model), source, tmp_path / "file", SETTINGS)
+
+
+def test_two_runs_cannot_write_into_one_folder(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path
+) -> None:
+    busy = pytest.raises(ParameterError, match="another slipstream process")
+    with disk.alone(tmp_path / "out"), busy:
+        quick_fit(medusa(model), source, tmp_path / "out", SETTINGS, restart=True)
+
+
+def test_a_checkpoint_that_is_half_deleted_is_none(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while old checkpoints go: what is being deleted has another name by then."""
+    quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+
+    def killed(folder: Path, **_: Any) -> None:
+        (folder / "progress.json").unlink()
+        raise Killed
+
+    with monkeypatch.context() as dying:
+        dying.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            checkpoint._remove(checkpoints.found()[-1])
+    assert [p.name for p in checkpoints.found()] == ["step-000009"]
+    assert quick_fit(medusa(model), source, tmp_path, SETTINGS).step == 10
+
+
+def test_weights_that_are_no_numbers_are_never_written(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step can overflow them though its loss and gradients were fine."""
+
+    def overflow(optimizer: torch.optim.Optimizer, closure: None = None) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.fill_(math.inf)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", overflow)
+    with pytest.raises(TrainingError, match="the weights became .*lower --lr"):
+        quick_fit(medusa(model), source, tmp_path, replace(SETTINGS, steps=1))
+    assert not Checkpoints(tmp_path / "checkpoints").found() and not (tmp_path / "config.json").exists()
+
+
+def test_the_time_left_ends_at_the_first_limit(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path
+) -> None:
+    left: list[tuple[float, Seen]] = []
+
+    class Kept(Unwatched):
+        def step(self, seen: Seen) -> None:
+            left.append((seen.seconds_left, seen))
+
+    whole = quick_fit(medusa(model), source, tmp_path / "whole", SETTINGS, watch=Kept())
+    assert left[-1][0] == 0
+    left.clear()
+    limited = replace(SETTINGS, steps=100_000, max_tokens=whole.tokens, minutes=0.5)
+    quick_fit(medusa(model), source, tmp_path / "cut", limited, watch=Kept())
+    for seconds, seen in left:
+        tokens = max(0, whole.tokens - seen.tokens) / seen.speed
+        assert seconds <= 30 and seconds == pytest.approx(tokens, abs=30 if tokens > 29 else 1e-6)
+
+
+def test_scalars_that_cannot_be_written_do_not_end_a_run(
+    model: PreTrainedModel,
+    source: TinySource,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    hook = threading.excepthook
+    monkeypatch.setattr(RecordWriter, "write", full)
+    assert quick_fit(medusa(model), source, tmp_path, SETTINGS, draw=True).step == 10
+    assert "Traceback" not in capfd.readouterr().err and threading.excepthook is hook
+
+
 def test_a_full_disk_leaves_what_was_there(
     model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +375,12 @@ def test_what_cannot_be_trained_is_said_before_the_run(
     monkeypatch.setattr("slipstream.model.memory.available", lambda: 1000)
     with pytest.raises(CapacityError, match=r"training 5,\d+ parameters|training \d"):
         quick_fit(medusa(model), source, tmp_path, SETTINGS)
-    for wrong in ({"batch_size": 0}, {"lr": 0.0}, {"warmup": 1.0}, {"steps": -1}, {"epochs": 0.0}):
+    rates = ("lr", "epochs", "weight_decay", "minutes", "warmup", "floor")
+    for wrong in (
+        *({"batch_size": 0}, {"lr": 0.0}, {"warmup": 1.0}, {"steps": -1}, {"epochs": 0.0}),
+        *({"epochs": 1e308}, {"lr": 1e39}, {"weight_decay": 1e30}, {"seed": 1 << 63}, {"clip": math.nan}),
+        *({name: value} for name in rates for value in (math.nan, math.inf)),
+    ):
         with pytest.raises(ParameterError):
             FitSettings(**wrong)  # type: ignore[arg-type]
 

@@ -94,10 +94,12 @@ def new_eagle(
         context=int(target_config.get("max_position_embeddings", 2048)),
         rope=rope_parameters(target_config),
     )
-    if max(config.aux_layers, default=0) > parts.num_layers:
+    if min(config.aux_layers, default=0) < 0 or max(config.aux_layers, default=0) > parts.num_layers:
         raise ParameterError(
             f"the target has {parts.num_layers} layers, it cannot be tapped at {config.aux_layers}"
         )
+    if list(config.aux_layers) != sorted(set(config.aux_layers)):  # other engines join them in this order
+        raise ParameterError(f"the tapped layers must ascend, each once, not {config.aux_layers}")
     head = EagleHead(config)
     if ids is not None and head.vocab.reduced:
         head.vocab.set_ids(ids)

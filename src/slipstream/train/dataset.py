@@ -175,6 +175,7 @@ class DataWriter:
     done: set[str] = field(default_factory=set)
     answer_tokens: int = 0
     runs: list[Any] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         with disk.writing(self.folder):
@@ -196,6 +197,8 @@ class DataWriter:
                     " give the same, or choose another --output"
                 )
         self.runs = list(manifest["runs"])
+        told = (*_FIELDS, "kind", "format", "complete", "conversations", "answer_tokens", "versions")
+        self.facts = {name: value for name, value in manifest.items() if name not in told}
         for conversation in _conversations(self.folder, mend=True):
             self.done.add(conversation.key)
             self.answer_tokens += conversation.answer_tokens
@@ -209,6 +212,7 @@ class DataWriter:
         """Writes the manifest, with one more run if it made answers; gives it."""
         if run is not None and run["answers"]:
             self.runs.append(dict(run))
+        self.facts.update(facts)  # those of the last run stand until this one ends
         manifest = {
             "kind": "data",
             "format": FORMAT,
@@ -218,7 +222,7 @@ class DataWriter:
             "complete": complete,
             "conversations": len(self.done),
             "answer_tokens": self.answer_tokens,
-            **facts,
+            **self.facts,
             "runs": self.runs,
             "versions": versions(),
         }

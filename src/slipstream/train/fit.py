@@ -84,8 +84,9 @@ def fit(
     arguments: what else decides the result (loss, sizes); kept, and compared on resuming. restart: throw
     earlier checkpoints away. draw: TensorBoard scalars and a picture of the curve, where their packages
     are installed. interrupted: asked before every step; True ends the call with a checkpoint. Raises
-    TrainingError for no data, another run's checkpoint, or a loss that is no number; CapacityError for
-    memory or disk. Whatever happens, the last good checkpoint stays.
+    TrainingError for no data, another run's checkpoint, or a loss that is no number; ParameterError for a
+    folder with other things in it or that another process writes; CapacityError for memory or disk.
+    Whatever happens, the last good checkpoint stays.
     """
     total = _total(source, settings)
     require_memory(method, settings)
@@ -168,8 +169,7 @@ class _Run:
         """All steps that are left, then the last measurement and checkpoint."""
         settings = self._settings
         batches = self._batches()
-        with writing(self._out):
-            scalars = Scalars(self._out / "tensorboard" if self._draw else None, self.step)
+        scalars = Scalars(self._out / "tensorboard" if self._draw else None, self.step)
         begun, seconds, tokens, first = time.perf_counter(), self.seconds, self.tokens, self.step
         stopped: Stopped = "done"
         self._watch.begin(self.step, total)

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from slipstream.errors import ParameterError
 
-MOST_EPOCHS = 1_000_000
-
 
 @dataclass(frozen=True, slots=True)
 class FitSettings:
@@ -50,8 +48,11 @@ class FitSettings:
         for name in ("lr", "epochs", "weight_decay", "minutes", "warmup", "floor"):
             if not math.isfinite(getattr(self, name)):
                 raise ParameterError(f"{name} must be a number, not {getattr(self, name)}")
-        if math.isnan(self.clip) or self.epochs > MOST_EPOCHS:
-            raise ParameterError(f"clip must be a number, and epochs at most {MOST_EPOCHS}")
+        if math.isnan(self.clip):
+            raise ParameterError(f"clip must be a number, not {self.clip}")
+        for name, most in (("epochs", 1_000_000), ("lr", 1000), ("weight_decay", 1000)):
+            if getattr(self, name) > most:
+                raise ParameterError(f"{name} must be at most {most}, not {getattr(self, name):g}")
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ParameterError(f"seed must fit into 64 bits, not {self.seed}")
         if self.lr <= 0 or self.clip <= 0 or (not self.steps and self.epochs <= 0):
