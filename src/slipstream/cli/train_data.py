@@ -105,7 +105,7 @@ def data(
         int | None, typer.Option(help="Answers that grow at once. Default: by memory, at most 16 on a CPU.")
     ] = None,
     held_out: Annotated[float, typer.Option(help="Share of conversations kept out of training.")] = 0.05,
-    limit_prompts: Annotated[int | None, typer.Option(help="Most conversations in the folder.")] = None,
+    limit_prompts: Annotated[int | None, typer.Option(help="Use only so many prompts, the first.")] = None,
     limit_tokens: Annotated[
         int | None, typer.Option(help="Stop at so many answer tokens in the folder.")
     ] = None,
