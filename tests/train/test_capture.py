@@ -217,6 +217,8 @@ def test_less_data_does_not_shrink_what_is_there(fast, tmp_path):
     short = tuple(Sample(s.tokens[:300], s.loss[:300]) for s in DATA.train)
     assert plan_for(fast, tmp_path / "s", DataSet({"target": fast.target}, short, DATA.heldout)).missing
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "s").iterdir()}.items() <= before.items()
+    with pytest.raises(ParameterError, match="no stream after layer 99"):
+        plan_capture(tmp_path / "n", fast.target, few, Captured((0, 99)))
     for wrong in ("file", "file/below"):
         (tmp_path / "file").touch()
         with pytest.raises(ParameterError, match="cannot be used"):

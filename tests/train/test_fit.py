@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -364,6 +365,21 @@ def test_damaged_checkpoints_are_named(model: PreTrainedModel, source: TinySourc
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ModelError, match="step-000010 is damaged"):
         quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    for text in ("", "{", "[]", '{"step": 3}', None):
+        progress = tmp_path / "checkpoints/step-000010/progress.json"
+        progress.unlink() if text is None else progress.write_text(text)
+        with pytest.raises(ModelError, match="step-000010 is damaged .*: delete it and run again"):
+            quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    shutil.rmtree(tmp_path / "checkpoints/step-000010")
+    assert quick_fit(medusa(model), source, tmp_path, SETTINGS).step == 10
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(27, CapacityError), (122, CapacityError), (30, ParameterError)]
+)
+def test_whatever_cannot_be_written_is_one_error_of_ours(tmp_path: Path, number: int, error: type) -> None:
+    with pytest.raises(error), checkpoint.writing(tmp_path):
+        raise checkpoint.SafetensorError(f"I/O error: cannot (os error {number})")
 
 
 def test_what_cannot_be_trained_is_said_before_the_run(

@@ -17,6 +17,7 @@ from slipstream.model.progress import size
 from slipstream.model.store import free_bytes as free_bytes
 from slipstream.model.store import write_through
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK = ".lock"
 
 
@@ -26,7 +27,7 @@ def writing(where: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in FULL:
             raise CapacityError(
                 f"the disk is full at {where}: free some room, then run the same command again (it resumes)"
             ) from error

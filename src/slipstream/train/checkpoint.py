@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slipstream.errors import CapacityError, ModelError
+from slipstream.errors import CapacityError, ModelError, ParameterError
 from slipstream.model import disk
 from slipstream.model.progress import size
 from slipstream.model.store import read_json
@@ -30,6 +30,7 @@ from slipstream.train.method import Method
 
 KEPT = 2  # the last good checkpoint, and the one before it
 _NAME = re.compile(r"step-(\d+)")
+_PROGRESS = ("step", "tokens", "seconds", "curve", "identity")
 
 
 class Checkpoints:
@@ -101,7 +102,14 @@ def _remove(folder: Path) -> None:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "progress.json")
+    """Where a run was. ModelError if that cannot be read."""
+    try:
+        progress = read_json(folder / "progress.json")
+    except ModelError as error:
+        raise ModelError(f"the checkpoint {folder} is damaged ({error}): delete it and run again") from None
+    if missing := [name for name in _PROGRESS if name not in progress]:
+        raise ModelError(f"the checkpoint {folder} is damaged (no {missing[0]}): delete it and run again")
+    return progress
 
 
 @torch.no_grad()
@@ -147,13 +155,16 @@ def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def writing(where: Path) -> Iterator[None]:
-    """Turns a full disk, however a library puts it, into a CapacityError that says the run can go on."""
+    """Turns a full disk, however a library puts it, into a CapacityError that says the run can go on, and
+    whatever else cannot be written into a ParameterError."""
     try:
         with disk.writing(where):
             yield
     except SafetensorError as error:
-        if "os error 28" not in str(error):
-            raise
+        if not any(f"os error {number}" in str(error) for number in disk.FULL):
+            raise ParameterError(
+                f"{where} cannot be written ({error}): check the path and its permissions"
+            ) from error
         raise CapacityError(
             f"the disk is full at {where} ({size(shutil.disk_usage(where).free)} free): free some room, then"
             " run the same command again (it resumes)"

@@ -29,6 +29,7 @@ from slipstream.train.samples import Sample, Split
 
 FORMAT = 1
 SHARD_BYTES = 256_000_000
+_FIELDS = ("target", "captured", "dtype", "shards")  # without which a manifest is none
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 
@@ -128,7 +129,12 @@ def plan_capture(
     """
     name = str(target["dtype"]) if dtype == "auto" else dtype
     if name not in DTYPES:
-        raise ParameterError(f"dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
+        raise ParameterError(f"the stored dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
+    layers = int(target["num_layers"])
+    if max(captured.hidden_layers, default=0) > layers:
+        raise ParameterError(
+            f"the target has {layers} layers: there is no stream after layer {max(captured.hidden_layers)}"
+        )
     if not captured:
         raise ParameterError("nothing is to be captured: ask for layers, the last state, or logits")
     told = data.manifest.get("target", {})
@@ -284,4 +290,6 @@ def read_states_manifest(folder: Path) -> dict[str, Any]:
         raise ParameterError(
             f"{folder} holds no captured states of this version: make them with slipstream train capture"
         )
+    if missing := [name for name in _FIELDS if name not in manifest]:
+        raise ParameterError(f"{folder / MANIFEST} is damaged (no {missing[0]}): capture the states again")
     return manifest
