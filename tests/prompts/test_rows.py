@@ -88,7 +88,7 @@ def test_files_of_text_arrays_and_folders(tmp_path):
         ({"prompt": 3}, "prompt must be a text or a list of turns, not 3"),
         ({"prompt": None, "x": 1}, "it has prompt (null), x"),
         ({"prompt": "x", "system": 5}, "the text must be a string, not 5"),
-        ("[" * 100_000, "not valid JSON"),
+        pytest.param("[" * 100_000, "not valid JSON", id="deep"),
         (r'{"prompt": "half \ud83d"}', "half a character"),
         ({"conversations": [{"from": ["human"], "value": "x"}]}, 'unknown role ["human"]'),
         ({"turns": []}, "no user's turn"),

@@ -152,7 +152,9 @@ def test_what_a_killed_run_left_is_no_reason_to_refuse_a_folder(tmp_path):
     assert load_data(written(tmp_path / "d", ("0" * 32, "f" * 32))).train
 
 
-@pytest.mark.parametrize("line", ["5", "[]", "{}", '{"key": 1}', "[" * 100_000, "nonsense"])
+@pytest.mark.parametrize(
+    "line", ["5", "[]", "{}", '{"key": 1}', pytest.param("[" * 100_000, id="deep"), "nonsense"]
+)
 def test_a_damaged_answer_is_named_by_its_line(tmp_path, line):
     folder = written(tmp_path / "d", ("0" * 32, "f" * 32))
     with (folder / ANSWERS).open("a") as file:
