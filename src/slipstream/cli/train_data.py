@@ -51,6 +51,8 @@ def prompts(
     from slipstream.model import disk
     from slipstream.train.prompts import make_prompts, variety
 
+    if output.is_dir():
+        raise ParameterError(f"{output} is a folder: name the file to write, {output / 'prompts.jsonl'} say")
     made = make_prompts(count, seed)
     lines = "".join(json.dumps(p.to_json(), ensure_ascii=False) + "\n" for p in made)
     with disk.writing(output.parent):

@@ -209,7 +209,7 @@ def eagle(
         raise ParameterError(f"--version must be 1 or 3, not {version}")
     if version == 1 and (draft_vocab or taps):
         raise ParameterError("EAGLE-1 uses the target's LM head and last state: no --draft-vocab, no --taps")
-    tapped = None if taps is None else parse_layers(taps)
+    tapped = None if taps is None else parse_layers(taps, "--taps")
     steps_ahead = unroll if unroll is not None else 3 if version == 3 else 1
     if steps_ahead < 1 or depth < 1 or layers < 1 or mlp < 0:
         raise ParameterError("--unroll, --depth and --layers must be at least 1, --mlp 0 or more")

@@ -119,9 +119,9 @@ def parse_time(text: str) -> float:
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
-def parse_layers(text: str) -> tuple[int, ...]:
+def parse_layers(text: str, option: str = "--layers") -> tuple[int, ...]:
     """Layer numbers of "2,14,25"."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ParameterError(f"--layers must be numbers with commas, like 2,14,25, not {text!r}") from None
+        raise ParameterError(f"{option} must be numbers with commas, like 2,14,25, not {text!r}") from None
