@@ -173,13 +173,13 @@ def _check_folder(folder: Path, target: Mapping[str, Any], captured: Captured, d
 
 def _stored_tokens(folder: Path) -> int:
     """Tokens in the whole shards of a folder of states."""
-    if not (folder / MANIFEST).is_file():
-        return 0
-    return sum(
-        int(safe_open(folder / shard["name"], framework="pt").get_tensor("offsets")[-1])  # type: ignore[no-untyped-call]
-        for shard in read_states_manifest(folder)["shards"]
-        if _seal_of(folder / shard["name"]) == shard["identity"]
-    )
+    total = 0
+    for shard in read_states_manifest(folder)["shards"] if (folder / MANIFEST).is_file() else ():
+        path = folder / shard["name"]
+        if _seal_of(path) == shard["identity"]:
+            file: Any = safe_open(path, framework="pt")
+            total += int(file.get_tensor("offsets")[-1])
+    return total
 
 
 def _groups(samples: Sequence[Sample], most_tokens: int) -> Iterator[tuple[Sample, ...]]:
