@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -284,22 +285,29 @@ def test_weights_that_are_no_numbers_are_never_written(
 
 
 def test_the_time_left_ends_at_the_first_limit(
-    model: PreTrainedModel, source: TinySource, tmp_path: Path
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left: list[tuple[float, Seen]] = []
+    seen: list[Seen] = []
 
     class Kept(Unwatched):
-        def step(self, seen: Seen) -> None:
-            left.append((seen.seconds_left, seen))
+        def step(self, now: Seen) -> None:
+            seen.append(now)
 
-    whole = quick_fit(medusa(model), source, tmp_path / "whole", SETTINGS, watch=Kept())
-    assert left[-1][0] == 0
-    left.clear()
-    limited = replace(SETTINGS, steps=100_000, max_tokens=whole.tokens, minutes=0.5)
-    quick_fit(medusa(model), source, tmp_path / "cut", limited, watch=Kept())
-    for seconds, seen in left:
-        tokens = max(0, whole.tokens - seen.tokens) / seen.speed
-        assert seconds <= 30 and seconds == pytest.approx(tokens, abs=30 if tokens > 29 else 1e-6)
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # every look takes a second
+    quick_fit(medusa(model), source, tmp_path / "steps", SETTINGS, watch=Kept())
+    assert seen[-1].seconds_left == 0 < seen[-2].seconds_left < seen[0].seconds_left
+    seen.clear()
+    long = replace(SETTINGS, steps=100_000, measure_every=0)
+    quick_fit(medusa(model), source, tmp_path / "tokens", replace(long, max_tokens=100), watch=Kept())
+    assert len(seen) > 2
+    for now in seen:
+        assert now.seconds_left == pytest.approx(max(0, 100 - now.tokens) / now.speed)
+    seen.clear()
+    quick_fit(medusa(model), source, tmp_path / "time", replace(long, minutes=0.5), watch=Kept())
+    assert len(seen) > 2
+    for now in seen:
+        assert now.seconds_left == pytest.approx(max(0.0, 30 - now.tokens / now.speed), abs=1e-6)
 
 
 def test_scalars_that_cannot_be_written_do_not_end_a_run(
