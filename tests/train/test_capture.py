@@ -184,6 +184,7 @@ def test_a_stopped_capture_goes_on_and_writes_the_same(fast, tmp_path):
         StoredSource(folder)
     victim = folder / min(there)
     os.truncate(victim, victim.stat().st_size - 10)
+    (folder / ".train-00099.safetensors.partial").write_bytes(b"killed while it wrote")
     plan = plan_for(fast, folder, shard_bytes=20_000)
     assert min(there) in {s.name for s in plan.missing}
     assert capture(plan, fast)

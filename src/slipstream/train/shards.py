@@ -240,6 +240,8 @@ def _capture(
     for leftover in plan.folder.glob("*.safetensors"):
         if leftover.name not in {s.name for s in plan.shards}:
             leftover.unlink()  # of a run that cut the data otherwise
+    for leftover in plan.folder.glob(".*.safetensors.partial"):
+        leftover.unlink()  # of a run that was killed while it wrote
     total = sum(s.tokens for s in plan.shards)
     before = stored = done = total - sum(s.tokens for s in plan.missing)
     began = time.perf_counter()
