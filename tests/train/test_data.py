@@ -318,6 +318,10 @@ def test_the_batch_is_chosen_by_memory(session, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: per_row)
     with pytest.raises(CapacityError, match="lower --max-length"):
         rows_that_fit(config, dtype, model.device, 1000)
+    monkeypatch.setattr(memory, "available", lambda: per_row * 40)
+    assert rows_that_fit(config, dtype, model.device, 1000, 40) == 40
+    with pytest.raises(CapacityError, match="41 answers of 1000 tokens at once .*: lower --batch"):
+        rows_that_fit(config, dtype, model.device, 1000, 41)
 
 
 def test_a_target_is_told_by_its_weights_packed_or_not(session, target_folder, other_folder):

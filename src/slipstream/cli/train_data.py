@@ -248,8 +248,8 @@ def _answer(
             return dict(describe(keep_answers(*args), "none", 1, None)), interrupts.status
         weight = next(loaded.model.parameters())
         config = loaded.model.config.get_text_config()
-        fit = rows_that_fit(config, weight.dtype, weight.device, settings.max_length)
-        count = fit if batch is None else batch
+        wanted = None if batch is None else min(batch, len(rows))
+        count = rows_that_fit(config, weight.dtype, weight.device, settings.max_length, wanted)
         options = {"weights": loaded.weights, "device": weight.device, "max_rows": count}
         with slipstream.load(loaded, drafter, **options) as session:
             line.note(f"answering with {drafter}, {count} at once")

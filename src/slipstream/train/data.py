@@ -128,16 +128,26 @@ def distinct(rows: Sequence[Row], tally: Tally) -> list[Row]:
     return list(kept.values())
 
 
-def rows_that_fit(config: Any, dtype: torch.dtype, device: torch.device, max_length: int) -> int:
-    """How many answers of full length can grow at once in half of the free memory, at most `MOST_ROWS`.
+def rows_that_fit(
+    config: Any, dtype: torch.dtype, device: torch.device, max_length: int, wanted: int | None = None
+) -> int:
+    """How many answers of full length can grow at once in half of the free memory, at most `MOST_ROWS`; or
+    `wanted`, if all of the free memory holds so many.
 
-    config is the target's text config. CapacityError when not even one fits.
+    config is the target's text config. CapacityError when not even one fits, or not what is wanted.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * width * dtype.itemsize
     per_row = per_token * round_up(max_length, WIDTH) + 8 * config.vocab_size * 4
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.available()
+    if wanted is not None and wanted * per_row > free:
+        raise CapacityError(
+            f"{wanted} answers of {max_length} tokens at once need {size(wanted * per_row)} of memory beside"
+            f" the model and {size(free)} are free: lower --batch or --max-length"
+        )
+    if wanted is not None:
+        return wanted
     fits = free // 2 // per_row
     if fits < 1:
         raise CapacityError(
