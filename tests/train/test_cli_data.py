@@ -93,6 +93,7 @@ def test_other_sampling_in_the_same_folder_is_one_line(target_folder, tmp_path):
             "--limit-time",
         ),
         (["data", "nowhere", "--prompts", "", "-o", "x"], "is empty"),
+        (["data", "nowhere", "--prompts", "p.txt", "-o", "x", "--threads", "100000"], "--threads must be"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(tmp_path, monkeypatch, arguments, told):

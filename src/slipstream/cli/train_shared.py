@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.cli.request import MOST_THREADS
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def loaded_target(
     """The target, loaded; memory is checked before."""
     from slipstream.cli.output import progress
 
-    if threads is not None and threads < 1:
-        raise ParameterError(f"threads must be at least 1, not {threads}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ParameterError(f"--threads must be from 1 to {MOST_THREADS}, not {threads}")
     with progress(transient=True) as drawn:
         drawn.stage(f"looking for {model}", 0)
         import torch
