@@ -179,7 +179,11 @@ def test_a_stopped_capture_goes_on_and_writes_the_same(fast, tmp_path):
     there = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.safetensors")}
     assert 0 < len(there) < len(list((tmp_path / "whole").glob("*.safetensors")))
     whole = [s for s in plan_for(fast, folder, shard_bytes=20_000).shards if s.name in there]
-    assert seen[-1].stored_tokens == sum(s.tokens for s in whole) < seen[-1].done_tokens
+    assert seen[-1].stored_tokens == sum(s.tokens for s in whole) <= seen[-1].done_tokens
+    first: list = []  # of one large shard, which is not written yet
+    large = plan_for(fast, tmp_path / "large")
+    assert not capture(large, fast, report=first.append, stopped=lambda: len(first) >= 2)
+    assert first[-1].stored_tokens == 0 < first[-1].done_tokens
     with pytest.raises(ParameterError, match="it resumes"):
         StoredSource(folder)
     victim = folder / min(there)
