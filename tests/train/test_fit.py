@@ -310,6 +310,32 @@ def test_the_time_left_ends_at_the_first_limit(
         assert now.seconds_left == pytest.approx(max(0.0, 30 - now.tokens / now.speed), abs=1e-6)
 
 
+def test_a_run_that_is_killed_while_it_measures_has_all_its_steps(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, measure_every=0, checkpoint_every=1000)
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as dying:
+        dying.setattr("slipstream.train.fit.measure", killed)
+        with pytest.raises(Killed):
+            quick_fit(medusa(model), source, tmp_path, settings)
+    rest = quick_fit(dies_at(medusa(model), 1), source, tmp_path, settings)
+    assert rest.step == 10 and len(rest.curve.measured) == 1
+
+
+def test_slow_steps_are_kept_before_their_number_is_reached(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(step=400)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # every look takes 400 seconds
+    with pytest.raises(Killed):
+        quick_fit(dies_at(medusa(model), 8), source, tmp_path, replace(SETTINGS, checkpoint_every=1000))
+    assert [p.name for p in Checkpoints(tmp_path / "checkpoints").found()] == ["step-000004", "step-000006"]
+
+
 def test_scalars_that_cannot_be_written_do_not_end_a_run(
     model: PreTrainedModel,
     source: TinySource,

@@ -35,6 +35,7 @@ from slipstream.train.provenance import TargetNote, provenance, seal
 from slipstream.train.samples import Batch, Source
 from slipstream.train.settings import FitSettings
 
+SAVE_SECONDS = 600.0  # a checkpoint at least so often: where steps are slow, many would be lost
 _HISTORY = ("runs", "last_run", "versions", "complete", "sources")  # of a data manifest: how it came to be
 _OWN = re.compile(r"checkpoints|tensorboard|curve\.json|slipstream\.json")
 Stopped = Literal["done", "tokens", "time", "interrupted"]
@@ -166,12 +167,13 @@ class _Run:
         self._watch.note(f"going on from step {self.step} ({last})")
 
     def go(self, total: int, interrupted: Callable[[], bool]) -> tuple[Stopped, Acceptance]:
-        """All steps that are left, then the last measurement and checkpoint."""
+        """All steps that are left, then the last checkpoint and measurement."""
         settings = self._settings
         batches = self._batches()
         scalars = Scalars(self._out / "tensorboard" if self._draw else None, self.step)
         begun, seconds, tokens, first = time.perf_counter(), self.seconds, self.tokens, self.step
         stopped: Stopped = "done"
+        saved = 0.0
         self._watch.begin(self.step, total)
         try:
             while self.step < total:
@@ -204,10 +206,12 @@ class _Run:
                 if self.step < total:
                     if settings.measure_every and self.step % settings.measure_every == 0:
                         self._measure(scalars)
-                    if self.step % settings.checkpoint_every == 0:
+                    if self.step % settings.checkpoint_every == 0 or spent >= saved + SAVE_SECONDS:
                         self._save()
+                        saved = spent
+            self._save()  # measuring takes a while, in which it may be killed
             acceptance = self._measure(scalars)
-            self._save()
+            self._draw_curve()
         finally:
             scalars.close()
         return stopped, acceptance
@@ -267,6 +271,9 @@ class _Run:
         progress: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
         progress |= {"curve": self.curve.to_json(), "identity": self._identity}
         self._checkpoints.save(self.step, self._method, self._raw, progress)
+        self._draw_curve()
+
+    def _draw_curve(self) -> None:
         with writing(self._out):
             self.curve.write(self._out, self._draw)
 
