@@ -233,6 +233,13 @@ def test_mistakes_are_told_in_one_line(root: Path, tmp_path: Path) -> None:
     assert "--loss" in refused("draft", target, *states, *out, "--from", target, "--loss", "mse")
     assert "tapped at" in refused("eagle", target, *states, *out, "--taps", "1,2,7")
     assert "tapped at" in refused("eagle", target, *states, *out, "--taps=-1,1,2")
+    for method, option in (
+        ("medusa", "--heads"),
+        ("medusa", "--layers"),
+        ("eagle", "--layers"),
+        ("eagle", "--mlp"),
+    ):
+        assert "parameters needs" in refused(method, target, *states, *out, option, str(10**12))
     for taps in ("2,1,3", "1,1,2"):
         assert "must ascend" in refused("eagle", target, *states, *out, "--taps", taps)
     for temperature in ("0", "-1", "nan", "1e30"):
