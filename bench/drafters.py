@@ -55,13 +55,15 @@ from slipstream.model.load import load
 from slipstream.model.runner import Runner
 from slipstream.model.vocab import shared_vocabulary
 
-NO_HEADS = "no trained heads here"
 NOTES = {"crossvocab": "the same draft as if its vocabulary were another: what tokenising anew costs"}
 
 
 def specs(draft: str, selfspec: str = "", medusa: str = "", eagle: str = "") -> dict[str, str]:
-    """Setting -> what `slipstream run --drafter` would be given; empty where it cannot be."""
+    """Setting -> what `slipstream run --drafter` would be given. medusa, eagle: folders of heads; left out,
+    those that come with Slipstream."""
     model = f"draft_model:model={draft},num_speculative_tokens=4"
+    given = {"medusa": medusa, "eagle": eagle}
+    heads = {name: f"{name}:heads={folder}," if folder else f"{name}:" for name, folder in given.items()}
     return {
         PLAIN: "none",
         "ngram": "ngram",
@@ -78,8 +80,11 @@ def specs(draft: str, selfspec: str = "", medusa: str = "", eagle: str = "") -> 
         "selfspec": f"selfspec:{selfspec}" if selfspec else "selfspec",
         "cascade": f"cascade:model={draft}",
         "crossvocab": f"crossvocab:model={draft},mode=text,num_speculative_tokens=4",
-        "medusa": f"medusa:heads={medusa}" if medusa else "",
-        "eagle": f"eagle:heads={eagle}" if eagle else "",
+        "medusa": f"{heads['medusa']}nodes=15",
+        "medusa-n7": f"{heads['medusa']}nodes=7",
+        "eagle": f"{heads['eagle']}nodes=15",
+        "eagle-n7": f"{heads['eagle']}nodes=7",
+        "eagle-chain": f"{heads['eagle']}top_k=1",
     }
 
 
@@ -179,8 +184,6 @@ def measure(
     try:
         for name, spec in list(wanted.items()):
             try:
-                if not spec:
-                    raise ParameterError(NO_HEADS)
                 drafters[name] = workshop.build(spec)
                 wanted[name] = explicit(spec, drafters[name])
             except SlipstreamError as error:
@@ -287,8 +290,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--selfspec", default="", metavar="OPTIONS", help="as skip=a3-9 or exit=20; else the tuned set"
     )
-    parser.add_argument("--medusa", default="", metavar="FOLDER", help="trained heads")
-    parser.add_argument("--eagle", default="", metavar="FOLDER", help="a trained head")
+    parser.add_argument("--medusa", default="", metavar="FOLDER", help="heads instead of the shipped ones")
+    parser.add_argument("--eagle", default="", metavar="FOLDER", help="a head instead of the shipped one")
     args = parser.parse_args(argv)
     try:
         report = run(args)

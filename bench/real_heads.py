@@ -5,24 +5,27 @@
 Every stage is a command that a person could type, it is printed, and it resumes: what is there is not made
 again, so the script may be stopped at any time. The prompts are those of `slipstream train prompts`, which
 have no benchmark's text in them. The int8 model answers, for in batches it is about twice as fast here; the
-states are those of the model in its own dtype. Answers and states lie in bench/out/heads (about 4 GB), the
+states are those of the model in its own dtype. Answers and states lie in bench/out/heads (about 2 GB), the
 heads are put into models/heads, where `--drafter medusa` and `eagle` find them.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from common import TARGET
 from tiny_models import folder_bytes, ship, slip
 
 ROOT = Path(__file__).parents[1]
-WORK = ROOT / "bench" / "out" / "heads"
-HEADS = ROOT / "models" / "heads"
+WORK = Path("bench") / "out" / "heads"  # below ROOT: what ships must not name folders of this machine
+HEADS = Path("models") / "heads"
 STAGES = ("data", "states", "medusa", "eagle", "ship")
-# So that the heads together stay below 80 MB in bfloat16.
-DRAFT_VOCAB, MLP = 4608, 1536
+# So that the heads together stay below 80 MB in bfloat16. Medusa's heads speak through the target's own LM
+# head: their vocabulary costs time in training, and nothing on disk.
+DRAFT_VOCAB, MLP, MEDUSA_VOCAB = 6144, 1152, 8192
+EPOCHS = {"medusa": 3, "eagle": 4}
 
 
 def answers(work: Path, model: str, prompts: int, tokens: int) -> None:
@@ -31,27 +34,25 @@ def answers(work: Path, model: str, prompts: int, tokens: int) -> None:
         slip("train", "prompts", "-n", prompts, "-o", asked)
     slip(
         "train", "data", model, "--prompts", asked, "-o", work / "data", "--weights", "int8",
-        "--temperature", 0, "--max-tokens", 192, "--batch", 16, "--held-out", 0.04, "--limit-tokens", tokens,
+        "--temperature", 0, "--max-tokens", 192, "--batch", 32, "--held-out", 0.04, "--limit-tokens", tokens,
     )  # fmt: skip
 
 
-def states(work: Path, model: str) -> None:
+def states(work: Path, model: str, tokens: int) -> None:
     slip(
         "train", "capture", model, "--data", work / "data", "-o", work / "states",
-        "--for", "eagle3", "--last", "--top-k", 0,
+        "--for", "eagle3", "--last", "--top-k", 1, "--limit-tokens", tokens,
     )  # fmt: skip
 
 
-def train(work: Path, model: str, kind: str, epochs: float) -> None:
-    common = ["--data", work / "states", "-o", work / kind, "--epochs", epochs, "--batch-size", 4]
-    common += ["--checkpoint-every", 50, "--measure-every", 200, "--heldout-batches", 8]
+def train(work: Path, model: str, kind: str) -> None:
+    common = [model, "--data", work / "states", "-o", work / kind, "--epochs", EPOCHS[kind]]
+    common += ["--batch-size", 2, "--precision", "bf16", "--checkpoint-every", 150, "--measure-every", 150]
     if kind == "medusa":
-        slip("train", "medusa", model, *common, "--heads", 4, "--share-output", "--lr", 1e-3)
-        return
-    slip(
-        "train", "eagle", model, *common, "--draft-vocab", DRAFT_VOCAB, "--mlp", MLP, "--unroll", 4,
-        "--lr", 5e-4, "--precision", "bf16",
-    )  # fmt: skip
+        shape = ["--heads", 4, "--share-output", "--draft-vocab", MEDUSA_VOCAB, "--lr", 1e-3]
+    else:
+        shape = ["--draft-vocab", DRAFT_VOCAB, "--mlp", MLP, "--unroll", 4, "--lr", 4e-4]
+    slip("train", kind, *common, *shape)
 
 
 def place(work: Path, model: str) -> None:
@@ -66,16 +67,17 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to do")
     parser.add_argument("--prompts", type=int, default=2400)
-    parser.add_argument("--tokens", type=int, default=260_000, help="of answers")
-    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--tokens", type=int, default=130_000, help="of answers")
+    parser.add_argument("--states", type=int, default=155_000, help="tokens of text to learn from")
     args = parser.parse_args()
+    os.chdir(ROOT)
     work = args.work / args.model
     work.mkdir(parents=True, exist_ok=True)
     todo = {
         "data": lambda: answers(work, args.model, args.prompts, args.tokens),
-        "states": lambda: states(work, args.model),
-        "medusa": lambda: train(work, args.model, "medusa", args.epochs),
-        "eagle": lambda: train(work, args.model, "eagle", args.epochs),
+        "states": lambda: states(work, args.model, args.states),
+        "medusa": lambda: train(work, args.model, "medusa"),
+        "eagle": lambda: train(work, args.model, "eagle"),
         "ship": lambda: place(work, args.model),
     }
     for stage in STAGES[: STAGES.index(args.until) + 1]:

@@ -89,7 +89,8 @@ def new_eagle(
 ) -> EagleHead:
     """A head with the target's attention shape and rotary positions. target_config: its config.json.
 
-    EAGLE-3 starts with the target's rows in its LM head. intermediate_size: of the MLP, the target's if None.
+    EAGLE-3 starts with the target's rows in its LM head, and passes the deepest tapped stream on as it is.
+    intermediate_size: of the MLP, the target's if None.
     """
     heads = int(target_config["num_attention_heads"])
     config = EagleConfig(
@@ -125,8 +126,20 @@ def new_eagle(
     if version == 3:
         with torch.no_grad():
             head.body["lm_head"].weight.copy_(_lm_weight(parts)[head.vocab.target_ids()])  # type: ignore[union-attr,operator]
+            _pass_deepest_on(head)
     head.target = parts
     return head
+
+
+def _pass_deepest_on(head: EagleHead) -> None:
+    """Start the fusing layer as the identity on its deepest tap and little of the others: what noise alone
+    makes of the streams has to be unlearned first, and with little text that is most of the training."""
+    config, size = head.config, head.config.hidden_size
+    fc = head.body["fc"].weight
+    fc.mul_(0.1)  # type: ignore[operator]
+    if config.target_hidden_size == size:
+        at = config.aux_layers.index(max(config.aux_layers)) * size
+        fc[:, at : at + size] += torch.eye(size)  # type: ignore[index]
 
 
 def _lm_weight(parts: ModelParts) -> torch.Tensor:
