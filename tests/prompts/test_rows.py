@@ -85,7 +85,12 @@ def test_files_of_text_arrays_and_folders(tmp_path):
         ("[1, 2]", "must be a JSON object"),
         ({"text": "x"}, "needs messages, conversations, turns, prompt or question; it has text"),
         ({"prompt": "  "}, "the user's text is empty"),
-        ({"prompt": 3}, "must be a list of turns, not 3"),
+        ({"prompt": 3}, "prompt must be a text or a list of turns, not 3"),
+        ({"prompt": None, "x": 1}, "it has prompt (null), x"),
+        ({"prompt": "x", "system": 5}, "the text must be a string, not 5"),
+        pytest.param("[" * 100_000, "not valid JSON", id="deep"),
+        (r'{"prompt": "half \ud83d"}', "half a character"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, 'unknown role ["human"]'),
         ({"turns": []}, "no user's turn"),
         ({"turns": "one"}, 'turns must be a list of turns, not "one"'),
         ({"turns": [{"role": "user", "content": "x"}]}, "the text must be a string"),
@@ -114,6 +119,7 @@ def test_what_is_no_file_of_prompts_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "latin.txt").write_bytes("crème".encode("latin-1"))
     (tmp_path / "x.csv").write_text("a,b")
+    (tmp_path / "late.jsonl").write_bytes(b'{"prompt": "a"}\n\n\xff\xfe\n')
     (tmp_path / "x.json").write_text("{}")
     for name, told in (
         ("empty.jsonl", "no prompts"),
@@ -121,11 +127,23 @@ def test_what_is_no_file_of_prompts_is_refused(tmp_path):
         ("x.csv", "neither .jsonl"),
         ("x.json", "JSON array"),
         ("nowhere", "there is no file"),
+        ("late.jsonl", "late.jsonl, line 3: not UTF-8"),
     ):
         with pytest.raises(ParameterError, match=told):
             read_rows([str(tmp_path / name)])
     with pytest.raises(ParameterError, match="there are no prompts"):
         read_rows([])
+    with pytest.raises(ParameterError, match="is empty"):
+        read_rows([""])  # not the current folder with all below it
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    mark = "\ufeff".encode()
+    (tmp_path / "a.jsonl").write_bytes(mark + b'{"prompt": "one"}\n')
+    (tmp_path / "b.txt").write_bytes(mark + b"two\r\nthree\r\n")
+    (tmp_path / "c.json").write_bytes(mark + b'[{"prompt": "four"}]')
+    rows = read_rows([str(tmp_path)])
+    assert [r.messages[0]["content"] for r in rows] == ["one", "two", "three", "four"]
 
 
 def test_the_same_question_has_the_same_key_whatever_was_answered():

@@ -178,10 +178,17 @@ def test_a_stopped_capture_goes_on_and_writes_the_same(fast, tmp_path):
     )
     there = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.safetensors")}
     assert 0 < len(there) < len(list((tmp_path / "whole").glob("*.safetensors")))
+    whole = [s for s in plan_for(fast, folder, shard_bytes=20_000).shards if s.name in there]
+    assert seen[-1].stored_tokens == sum(s.tokens for s in whole) <= seen[-1].done_tokens
+    first: list = []  # of one large shard, which is not written yet
+    large = plan_for(fast, tmp_path / "large")
+    assert not capture(large, fast, report=first.append, stopped=lambda: len(first) >= 2)
+    assert first[-1].stored_tokens == 0 < first[-1].done_tokens
     with pytest.raises(ParameterError, match="it resumes"):
         StoredSource(folder)
     victim = folder / min(there)
     os.truncate(victim, victim.stat().st_size - 10)
+    (folder / ".train-00099.safetensors.partial").write_bytes(b"killed while it wrote")
     plan = plan_for(fast, folder, shard_bytes=20_000)
     assert min(there) in {s.name for s in plan.missing}
     assert capture(plan, fast)
@@ -201,6 +208,26 @@ def test_more_data_adds_shards_and_computes_only_what_is_new(fast, tmp_path):
     assert 0 < len(plan.missing) < len(plan.shards)
     capture(plan, fast)
     assert StoredSource(tmp_path / "s").size("train") == len(LENGTHS)
+
+
+def test_less_data_does_not_shrink_what_is_there(fast, tmp_path):
+    """A limit typed by mistake would delete hours of states."""
+    capture(plan_for(fast, tmp_path / "s", shard_bytes=20_000), fast)
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "s").iterdir()}
+    few = DataSet({"target": fast.target}, DATA.train[:4], DATA.heldout)
+    with pytest.raises(ParameterError, match=r"the states of \d+ tokens, more than the \d+ that are asked"):
+        plan_for(fast, tmp_path / "s", few, shard_bytes=20_000)
+    # of a run that was killed less is there, and less may be asked for
+    max((tmp_path / "s").glob("*.safetensors"), key=lambda p: p.stat().st_size).unlink()
+    short = tuple(Sample(s.tokens[:300], s.loss[:300]) for s in DATA.train)
+    assert plan_for(fast, tmp_path / "s", DataSet({"target": fast.target}, short, DATA.heldout)).missing
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "s").iterdir()}.items() <= before.items()
+    with pytest.raises(ParameterError, match="no stream after layer 99"):
+        plan_capture(tmp_path / "n", fast.target, few, Captured((0, 99)))
+    for wrong in ("file", "file/below"):
+        (tmp_path / "file").touch()
+        with pytest.raises(ParameterError, match="cannot be used"):
+            plan_for(fast, tmp_path / wrong, shard_bytes=20_000)
 
 
 def test_shards_of_another_target_are_never_mixed_in(fast, other_folder, tmp_path):

@@ -97,6 +97,16 @@ def test_other_sampling_in_the_same_folder_is_one_line(target_folder, tmp_path):
         (["capture", "nowhere", "--data", "d", "-o", "x", "--layers", "a,b"], "--layers must be numbers"),
         (["capture", "nowhere", "--data", "d", "-o", "x", "--last"], "train data"),
         (["prompts", "-n", "0", "-o", "x"], "at least 1"),
+        (["prompts", "-n", "1", "-o", "."], "is a folder"),
+        (["eagle", "nowhere", "--data", "d", "-o", "x", "--taps", "a,b"], "--taps must be numbers"),
+        (["data", "nowhere", "--prompts", "p.txt", "-o", "x", "--limit-tokens", "0"], "limit of tokens"),
+        (["data", "nowhere", "--prompts", "p.txt", "-o", "x", "--max-length", "3"], "no room for a question"),
+        (
+            ["data", "nowhere", "--prompts", "p.txt", "-o", "x", "--limit-time", "9" * 400 + "h"],
+            "--limit-time",
+        ),
+        (["data", "nowhere", "--prompts", "", "-o", "x"], "is empty"),
+        (["data", "nowhere", "--prompts", "p.txt", "-o", "x", "--threads", "100000"], "--threads must be"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(tmp_path, monkeypatch, arguments, told):

@@ -10,10 +10,20 @@ import pytest
 
 from slipstream.core.params import SamplingParams
 from slipstream.errors import CapacityError, ParameterError
+from slipstream.model import disk
 from slipstream.model.identity import identity, tokenizer_hash, weights_hash
 from slipstream.prompts.rows import parse_row
-from slipstream.train.data import Answerer, AnswerSettings, Limits, keep_answers, row_seed, rows_that_fit
-from slipstream.train.dataset import ANSWERS, DataWriter, load_data
+from slipstream.train.data import (
+    Answerer,
+    AnswerSettings,
+    Limits,
+    Tally,
+    keep_answers,
+    row_seed,
+    rows_that_fit,
+)
+from slipstream.train.dataset import ANSWERS, MANIFEST, Conversation, DataWriter, load_data
+from slipstream.train.samples import Sample
 from slipstream.train.template import question_tokens
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.9, top_k=40)
@@ -95,6 +105,107 @@ def test_a_full_disk_stops_cleanly_and_is_resumed(session, target, tmp_path, mon
     assert not session.engine.has_work
     answer(session, target, tmp_path / "d")
     assert lines(tmp_path / "d") == lines(tmp_path / "whole")
+
+
+def written(folder, keys, held_out=0.5):
+    """A data folder with a sample of ten tokens for every key."""
+    writer = DataWriter(folder, {}, {}, held_out)
+    for number, key in enumerate(keys):
+        writer.add(Conversation(key, (), (Sample((number,) * 10, (False,) * 5 + (True,) * 5),)))
+    writer.save(complete=True)
+    return folder
+
+
+def test_a_reader_cuts_nothing_off_that_is_still_being_written(tmp_path):
+    folder = written(tmp_path / "d", ("0" * 32, "f" * 32))
+    with (folder / ANSWERS).open("ab") as file:
+        file.write(b'{"key": "half a li')
+    before = (folder / ANSWERS).read_bytes()
+    data = load_data(folder)
+    assert len(data.train) == len(data.heldout) == 1
+    assert (folder / ANSWERS).read_bytes() == before
+    DataWriter(folder, {}, {}, 0.5)  # who goes on with the folder does cut it off
+    assert (folder / ANSWERS).read_bytes() == before[: before.rindex(b"{")]
+
+
+def test_one_process_at_a_time_writes_into_a_folder(tmp_path):
+    busy = pytest.raises(ParameterError, match="another slipstream process is writing into")
+    with disk.alone(tmp_path / "d"):
+        with busy, disk.alone(tmp_path / "d"):
+            pass
+        assert disk.is_empty(tmp_path / "d")
+    with disk.alone(tmp_path / "d"):
+        pass
+    assert not list((tmp_path / "d").iterdir())
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ParameterError, match="cannot be"), disk.alone(place):
+            pass
+        with pytest.raises(ParameterError, match="cannot be used"):
+            disk.is_empty(place)
+
+
+def test_what_a_killed_run_left_is_no_reason_to_refuse_a_folder(tmp_path):
+    (tmp_path / "d").mkdir()
+    for name in (".manifest.json.partial", ".lock"):
+        (tmp_path / "d" / name).write_text("{")
+    assert load_data(written(tmp_path / "d", ("0" * 32, "f" * 32))).train
+
+
+@pytest.mark.parametrize(
+    "line", ["5", "[]", "{}", '{"key": 1}', pytest.param("[" * 100_000, id="deep"), "nonsense"]
+)
+def test_a_damaged_answer_is_named_by_its_line(tmp_path, line):
+    folder = written(tmp_path / "d", ("0" * 32, "f" * 32))
+    with (folder / ANSWERS).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ParameterError, match="line 3: damaged"):
+        load_data(folder)
+    with pytest.raises(ParameterError, match="line 3: damaged"):
+        DataWriter(folder, {}, {}, 0.5)
+    (folder / MANIFEST).write_text('{"kind": "data", "format": 1, "target": {}}')
+    with pytest.raises(ParameterError, match="damaged .no arguments"):
+        load_data(folder)
+
+
+def test_something_is_held_out_within_the_limits_too(tmp_path):
+    folder = written(tmp_path / "d", ("f" * 32, "e" * 32, "d" * 32, "0" * 32))  # the last is held out
+    few = load_data(folder, limit_tokens=30)
+    assert len(few.train) == 2 and len(few.heldout) == 1
+
+
+def test_the_facts_of_a_folder_stand_until_a_run_ends(tmp_path):
+    folder = written(tmp_path / "d", ("0" * 32, "f" * 32))
+    DataWriter(folder, {}, {}, 0.5).save(complete=True, ended="done", sources=["p.txt"])
+    DataWriter(folder, {}, {}, 0.5)  # killed before its first answer
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["ended"] == "done" and manifest["sources"] == ["p.txt"]
+
+
+def test_the_time_left_is_not_that_of_the_short_answers():
+    """Of sixteen answers one ended early; the other fifteen, which go on, say how long answers are."""
+    tally = Tally(total=1600, answers=1, tokens=10, running=15 * 90, seconds=13.6)  # 100 tokens a second
+    assert tally.left(Limits(), 1, 10, 512) == pytest.approx((1599 * 512 - 1350) / 100)  # one ended: no more
+    tally = Tally(total=1600, answers=16, tokens=16 * 100, running=0, seconds=16.0)
+    assert tally.left(Limits(), 16, 1600, 512) == pytest.approx(1584)
+    assert tally.left(Limits(tokens=1700), 16, 1600, 512) == pytest.approx(1)
+    assert tally.left(Limits(tokens=10**6, seconds=20), 16, 1600, 512) == pytest.approx(4)
+    assert Tally(total=5).left(Limits(), 0, 0, 512) is None
+    resumed = Tally(total=200, resumed=100, running=100, seconds=1.0)  # what was there before counts as well
+    assert resumed.left(Limits(), 100, 9900, 512) == pytest.approx((100 * 100 - 100) / 100)
+
+
+def test_earlier_turns_of_unfinished_conversations_count(session, target, tmp_path):
+    turns = [{"role": r, "content": t} for t in ("one", "two", "three") for r in ("user", "assistant")]
+    seen = []
+    answer(
+        session,
+        target,
+        tmp_path / "d",
+        [parse_row({"messages": turns}, "")],
+        report=lambda tally: seen.append(tally.tokens + tally.running),
+    )
+    assert seen == sorted(seen) and len(set(seen)) > 10
 
 
 def test_another_target_or_other_arguments_are_refused(opened, other_folder, session, target, tmp_path):
@@ -207,6 +318,10 @@ def test_the_batch_is_chosen_by_memory(session, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: per_row)
     with pytest.raises(CapacityError, match="lower --max-length"):
         rows_that_fit(config, dtype, model.device, 1000)
+    monkeypatch.setattr(memory, "available", lambda: per_row * 40)
+    assert rows_that_fit(config, dtype, model.device, 1000, 40) == 40
+    with pytest.raises(CapacityError, match="41 answers of 1000 tokens at once .*: lower --batch"):
+        rows_that_fit(config, dtype, model.device, 1000, 41)
 
 
 def test_a_target_is_told_by_its_weights_packed_or_not(session, target_folder, other_folder):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
+import math
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +23,13 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import CapacityError, ModelError, ParameterError, TrainingError
 from slipstream.heads.io import load_medusa
+from slipstream.model import disk
 from slipstream.model.parts import ModelParts
 from slipstream.testing.heads import random_eagle, random_medusa
 from slipstream.testing.tiny import tiny_model
 from slipstream.train import checkpoint
 from slipstream.train.checkpoint import Checkpoints
+from slipstream.train.curve import Seen, Unwatched
 from slipstream.train.eagle import EagleMethod
 from slipstream.train.fit import fit
 from slipstream.train.medusa import MedusaMethod
@@ -222,6 +228,133 @@ def test_checkpoints_of_other_runs_are_refused(
         quick_fit(larger, source, tmp_path, SETTINGS, arguments={"heads": 2})
 
 
+def test_a_folder_with_other_things_in_it_is_refused(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path
+) -> None:
+    (tmp_path / "thesis.partial").mkdir()
+    (tmp_path / "thesis.partial" / "chapter.txt").touch()
+    with pytest.raises(ParameterError, match="not empty and holds no training"):
+        quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    assert (tmp_path / "thesis.partial" / "chapter.txt").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ParameterError, match="cannot be used"):
+        quick_fit(medusa(model), source, tmp_path / "file", SETTINGS)
+
+
+def test_two_runs_cannot_write_into_one_folder(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path
+) -> None:
+    busy = pytest.raises(ParameterError, match="another slipstream process")
+    with disk.alone(tmp_path / "out"), busy:
+        quick_fit(medusa(model), source, tmp_path / "out", SETTINGS, restart=True)
+
+
+def test_a_checkpoint_that_is_half_deleted_is_none(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while old checkpoints go: what is being deleted has another name by then."""
+    quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+
+    def killed(folder: Path, **_: Any) -> None:
+        (folder / "progress.json").unlink()
+        raise Killed
+
+    with monkeypatch.context() as dying:
+        dying.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            checkpoint._remove(checkpoints.found()[-1])
+    assert [p.name for p in checkpoints.found()] == ["step-000009"]
+    assert quick_fit(medusa(model), source, tmp_path, SETTINGS).step == 10
+
+
+def test_weights_that_are_no_numbers_are_never_written(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step can overflow them though its loss and gradients were fine."""
+
+    def overflow(optimizer: torch.optim.Optimizer, closure: None = None) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.fill_(math.inf)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", overflow)
+    with pytest.raises(TrainingError, match="the weights became .*lower --lr"):
+        quick_fit(medusa(model), source, tmp_path, replace(SETTINGS, steps=1))
+    assert not Checkpoints(tmp_path / "checkpoints").found() and not (tmp_path / "config.json").exists()
+
+
+def test_the_time_left_ends_at_the_first_limit(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Seen] = []
+
+    class Kept(Unwatched):
+        def step(self, now: Seen) -> None:
+            seen.append(now)
+
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # every look takes a second
+    quick_fit(medusa(model), source, tmp_path / "steps", SETTINGS, watch=Kept())
+    assert seen[-1].seconds_left == 0 < seen[-2].seconds_left < seen[0].seconds_left
+    seen.clear()
+    long = replace(SETTINGS, steps=100_000, measure_every=0)
+    quick_fit(medusa(model), source, tmp_path / "tokens", replace(long, max_tokens=100), watch=Kept())
+    assert len(seen) > 2
+    for now in seen:
+        assert now.seconds_left == pytest.approx(max(0, 100 - now.tokens) / now.speed)
+    seen.clear()
+    quick_fit(medusa(model), source, tmp_path / "time", replace(long, minutes=0.5), watch=Kept())
+    assert len(seen) > 2
+    for now in seen:
+        assert now.seconds_left == pytest.approx(max(0.0, 30 - now.tokens / now.speed), abs=1e-6)
+
+
+def test_a_run_that_is_killed_while_it_measures_has_all_its_steps(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, measure_every=0, checkpoint_every=1000)
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as dying:
+        dying.setattr("slipstream.train.fit.measure", killed)
+        with pytest.raises(Killed):
+            quick_fit(medusa(model), source, tmp_path, settings)
+    rest = quick_fit(dies_at(medusa(model), 1), source, tmp_path, settings)
+    assert rest.step == 10 and len(rest.curve.measured) == 1
+
+
+def test_slow_steps_are_kept_before_their_number_is_reached(
+    model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(step=400)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # every look takes 400 seconds
+    with pytest.raises(Killed):
+        quick_fit(dies_at(medusa(model), 8), source, tmp_path, replace(SETTINGS, checkpoint_every=1000))
+    assert [p.name for p in Checkpoints(tmp_path / "checkpoints").found()] == ["step-000004", "step-000006"]
+
+
+def test_scalars_that_cannot_be_written_do_not_end_a_run(
+    model: PreTrainedModel,
+    source: TinySource,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    hook = threading.excepthook
+    monkeypatch.setattr(RecordWriter, "write", full)
+    assert quick_fit(medusa(model), source, tmp_path, SETTINGS, draw=True).step == 10
+    assert "Traceback" not in capfd.readouterr().err and threading.excepthook is hook
+
+
 def test_a_full_disk_leaves_what_was_there(
     model: PreTrainedModel, source: TinySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +399,21 @@ def test_damaged_checkpoints_are_named(model: PreTrainedModel, source: TinySourc
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ModelError, match="step-000010 is damaged"):
         quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    for text in ("", "{", "[]", '{"step": 3}', None):
+        progress = tmp_path / "checkpoints/step-000010/progress.json"
+        progress.unlink() if text is None else progress.write_text(text)
+        with pytest.raises(ModelError, match="step-000010 is damaged .*: delete it and run again"):
+            quick_fit(medusa(model), source, tmp_path, SETTINGS)
+    shutil.rmtree(tmp_path / "checkpoints/step-000010")
+    assert quick_fit(medusa(model), source, tmp_path, SETTINGS).step == 10
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(27, CapacityError), (122, CapacityError), (30, ParameterError)]
+)
+def test_whatever_cannot_be_written_is_one_error_of_ours(tmp_path: Path, number: int, error: type) -> None:
+    with pytest.raises(error), checkpoint.writing(tmp_path):
+        raise checkpoint.SafetensorError(f"I/O error: cannot (os error {number})")
 
 
 def test_what_cannot_be_trained_is_said_before_the_run(
@@ -277,7 +425,12 @@ def test_what_cannot_be_trained_is_said_before_the_run(
     monkeypatch.setattr("slipstream.model.memory.available", lambda: 1000)
     with pytest.raises(CapacityError, match=r"training 5,\d+ parameters|training \d"):
         quick_fit(medusa(model), source, tmp_path, SETTINGS)
-    for wrong in ({"batch_size": 0}, {"lr": 0.0}, {"warmup": 1.0}, {"steps": -1}, {"epochs": 0.0}):
+    rates = ("lr", "epochs", "weight_decay", "minutes", "warmup", "floor")
+    for wrong in (
+        *({"batch_size": 0}, {"lr": 0.0}, {"warmup": 1.0}, {"steps": -1}, {"epochs": 0.0}),
+        *({"epochs": 1e308}, {"lr": 1e39}, {"weight_decay": 1e30}, {"seed": 1 << 63}, {"clip": math.nan}),
+        *({name: value} for name in rates for value in (math.nan, math.inf)),
+    ):
         with pytest.raises(ParameterError):
             FitSettings(**wrong)  # type: ignore[arg-type]
 

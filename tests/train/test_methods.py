@@ -95,6 +95,23 @@ def test_a_sample_does_not_depend_on_its_neighbours(model: PreTrainedModel) -> N
             assert torch.equal(ranks[b, : len(mine)], mine)
 
 
+@pytest.mark.parametrize("version", [1, 3])
+def test_texts_shorter_than_the_unrolling_are_learned_as_far_as_they_go(
+    model: PreTrainedModel, version: int
+) -> None:
+    """As in a batch with a long text, of which nothing is a label: the same steps find padding there."""
+    short, other = samples(5, (4, 30))
+    long = Sample(other.tokens, (False,) * 30)
+    dice = torch.Generator()
+    method = EagleMethod(random_eagle(model, version), ModelParts.of(model), steps=9, noise=0.0, depth=9)
+    loss = method(collate(model, [short]), dice.manual_seed(0))["loss"]
+    loss.backward()
+    both = method(collate(model, [short, long]), dice.manual_seed(0))["loss"]
+    torch.testing.assert_close(loss, both, rtol=1e-3, atol=1e-3)
+    ranks = method.ranks(collate(model, [short, long]))
+    assert torch.equal(method.ranks(collate(model, [short]))[0], ranks[0, :4])
+
+
 def methods(model: PreTrainedModel) -> list[Method]:
     parts = ModelParts.of(model)
     draft = Trainable(tiny_model(vocab_size=V, layers=1, seed=2), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,58 @@ def test_medusa_2_writes_a_target_of_its_own(root: Path, tmp_path: Path) -> None
     same_tokens(tmp_path, f"medusa:heads={tmp_path}/two,topk=1x1", "two/target")
 
 
+def test_options_that_would_be_ignored_are_refused(root: Path, tmp_path: Path) -> None:
+    target, out = str(root / "target"), ["-o", str(tmp_path / "out")]
+    states = ["--data", str(root / "states")]
+    joint = ["medusa", target, *states, *out, "--joint", str(root)]
+    for ignored in (["--heads", "3"], ["--layers", "2"], ["--share-output"], ["--draft-vocab", "9"]):
+        assert "leave out --heads" in refused(*joint, *ignored)
+    assert "needs --joint" in refused("medusa", target, *states, *out, "--lora", "4")
+    sft = ["draft", target, *states, *out, "--from", target, "--loss", "sft"]
+    assert "leave --temperature out" in refused(*sft, "--temperature", "0.7")
+    prompts = ["data", target, "--prompts", str(root / "prompts.txt"), *out]
+    kept = [*prompts, "--keep-answers"]
+    for name, value in (
+        ("--temperature", "0"),
+        ("--batch", "2"),
+        ("--drafter", "ngram"),
+        ("--weights", "int8"),
+    ):
+        assert f"leave out {name}" in refused(*kept, name, value)
+    for name, value in (("--split", "test"), ("--config", "x")):
+        assert "--split and --config" in refused(*prompts, name, value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_training_reads_is_not_written_over(root: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "draft"
+    shutil.copytree(root / "draft", copied)
+    before = {p.name: p.read_bytes() for p in copied.iterdir()}
+    data = ["--data", str(root / "states")]
+    draft = ["draft", str(root / "target"), *data, "--from", str(copied)]
+    assert "what the training reads" in refused(*draft, "-o", f"{copied}/../draft", *FAST)
+    assert "what the training reads" in refused(*draft, "-o", str(root / "states"), *FAST)
+    assert "what the training reads" in refused(*draft, "-o", str(root / "target"), *FAST)
+    assert {p.name: p.read_bytes() for p in copied.iterdir()} == before
+    assert "not empty and holds no training" in refused(
+        "medusa", str(root / "target"), *data, "-o", str(copied)
+    )
+
+
+def test_adapters_of_another_start_are_not_gone_on_with(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    start = tmp_path / "start"
+    shutil.copytree(root / "draft", start)
+    command = [
+        "draft", str(root / "target"), "--data", str(root / "data"), "-o", str(tmp_path / "out"),
+        "--from", str(start), "--loss", "sft", "--lora", "2", *FAST,
+    ]  # fmt: skip
+    run(*command)
+    shutil.rmtree(start)
+    save_tiny(start, seed=5, layers=2)
+    assert "trained with from_weights" in refused(*command)
+
+
 def test_mistakes_are_told_in_one_line(root: Path, tmp_path: Path) -> None:
     target, other = str(root / "target"), str(root / "other")
     out = ["-o", str(tmp_path / "out")]
@@ -179,6 +232,24 @@ def test_mistakes_are_told_in_one_line(root: Path, tmp_path: Path) -> None:
     assert "batch_size" in refused("medusa", target, *states, *out, "--batch-size", "0")
     assert "--loss" in refused("draft", target, *states, *out, "--from", target, "--loss", "mse")
     assert "tapped at" in refused("eagle", target, *states, *out, "--taps", "1,2,7")
+    assert "tapped at" in refused("eagle", target, *states, *out, "--taps=-1,1,2")
+    for method, option in (
+        ("medusa", "--heads"),
+        ("medusa", "--layers"),
+        ("eagle", "--layers"),
+        ("eagle", "--mlp"),
+    ):
+        assert "parameters needs" in refused(method, target, *states, *out, option, str(10**12))
+    for taps in ("2,1,3", "1,1,2"):
+        assert "must ascend" in refused("eagle", target, *states, *out, "--taps", taps)
+    for temperature in ("0", "-1", "nan", "1e30"):
+        assert "--temperature" in refused("eagle", target, *states, *out, "--temperature", temperature)
+        assert "--temperature" in refused(
+            "draft", target, *states, *out, "--from", target, "--temperature", temperature
+        )
+    for option, value in (("--noise", "nan"), ("--noise", "-1"), ("--mlp", "-5"), ("--layers", "0")):
+        assert option in refused("eagle", target, *states, *out, option, value)
+    assert "--keep-every" in refused("draft", target, *states, *out, "--from", target, "--keep-every", "0")
     assert not (tmp_path / "out").exists()
     run("medusa", target, *states, *out, *FAST)
     assert "trained with heads" in refused("medusa", target, *states, *out, *FAST, "--heads", "3")

@@ -47,7 +47,7 @@ class Journal:
 
     def _read(self) -> bool:
         found = False
-        for line in disk.read_lines(self.path) if self.path else ():
+        for line in disk.read_lines(self.path, mend=True) if self.path else ():
             try:
                 ((kind, value),) = line.items()
                 self._take(kind, value)

@@ -122,10 +122,12 @@ def _capture(loaded: LoadedModel, plan: Plan) -> int:
         captor = Captor(runner, min(runner.vocab_size, len(loaded.tokenizer)), plan.captured)
         with Interrupts() as interrupts, line:
             run(plan, captor, report=report, stopped=lambda: interrupts.number is not None)
+        if not plan.missing:
+            typer.echo(f"all states are in {plan.folder} already", err=True)
         if last is not None:
             typer.echo(
-                f"states of {last.done_tokens} tokens in {plan.folder}; this run: {last.tokens} tokens in"
-                f" {span(last.seconds)}",
+                f"states of {last.stored_tokens} of {last.total_tokens} tokens in {plan.folder}; this run:"
+                f" {last.tokens} tokens in {span(last.seconds)}",
                 err=True,
             )
         return interrupts.status

@@ -52,6 +52,8 @@ def prompts(
     from slipstream.model import disk
     from slipstream.train.prompts import make_prompts, variety
 
+    if output.is_dir():
+        raise ParameterError(f"{output} is a folder: name the file to write, {output / 'prompts.jsonl'} say")
     made = make_prompts(count, seed)
     lines = "".join(json.dumps(p.to_json(), ensure_ascii=False) + "\n" for p in made)
     with disk.writing(output.parent):
@@ -106,7 +108,7 @@ def data(
         int | None, typer.Option(help="Answers that grow at once. Default: by memory, at most 16 on a CPU.")
     ] = None,
     held_out: Annotated[float, typer.Option(help="Share of conversations kept out of training.")] = 0.05,
-    limit_prompts: Annotated[int | None, typer.Option(help="Most conversations in the folder.")] = None,
+    limit_prompts: Annotated[int | None, typer.Option(help="Use only so many prompts, the first.")] = None,
     limit_tokens: Annotated[
         int | None, typer.Option(help="Stop at so many answer tokens in the folder.")
     ] = None,
@@ -136,7 +138,7 @@ def data(
     """
     from slipstream.core.params import SamplingParams
     from slipstream.core.precision import check_precision
-    from slipstream.prompts.rows import read_rows
+    from slipstream.prompts.rows import HUB, read_rows
 
     check_precision(weights, "plain")
     sampling: dict[str, Any] = {
@@ -149,16 +151,37 @@ def data(
         raise ParameterError(f"--held-out must be a share from 0 to below 1, not {held_out}")
     if batch is not None and batch < 1:
         raise ParameterError(f"--batch must be at least 1, not {batch}")
+    if keep_answers:
+        given = {**sampling, "batch": batch, "drafter": drafter != "none", "weights": weights != "plain"}
+        for name in (name for name, value in given.items() if value is not None and value is not False):
+            raise ParameterError(f"--keep-answers generates nothing: leave out --{name.replace('_', '-')}")
+    if (config is not None or split != "train") and not any(s.startswith(HUB) for s in sources):
+        raise ParameterError(
+            f"--split and --config are for Hugging Face data sets ({HUB}NAME): leave them out"
+        )
     seconds = None if limit_time is None else parse_time(limit_time)
     rows = [r.with_system(system) for r in read_rows(sources, split=split, config=config)]
+    if no_chat_template:
+        for row in (r for r in rows if len(r.questions) > 1):
+            raise ParameterError(
+                f"{row.where}: without a chat template only single prompts can be continued: no system"
+                " message, no further turns"
+            )
+    from slipstream.train.data import AnswerSettings, Limits
+
+    limits = Limits(limit_prompts, limit_tokens, seconds)
+
+    def settings_of(params: SamplingParams) -> AnswerSettings:
+        params = params.with_(max_tokens=max_tokens, **sampling)
+        return AnswerSettings(params, seed, max_length, not no_chat_template, keep_answers)
+
+    settings_of(SamplingParams())  # mistakes are told before a model is loaded
     with loaded_target(model, dtype, device, threads, trust_remote_code, drafter) as loaded:
+        from slipstream.model import disk
         from slipstream.model.identity import identity
-        from slipstream.train.data import AnswerSettings, Limits
         from slipstream.train.dataset import DataWriter
 
-        limits = Limits(limit_prompts, limit_tokens, seconds)
-        params = _default_params(loaded).with_(max_tokens=max_tokens, **sampling)
-        settings = AnswerSettings(params, seed, max_length, not no_chat_template, keep_answers)
+        settings = settings_of(_default_params(loaded))
         if settings.template:
             from slipstream.train.template import check_mask, check_template
 
@@ -167,15 +190,16 @@ def data(
                 check_mask(loaded.tokenizer, loaded.generation_config.eos_ids)
         target = identity(loaded.model, loaded.tokenizer, loaded.name)
         arguments = {**settings.to_json(), "system": system}
-        if weights != "plain" and not keep_answers:
+        if weights != "plain":
             from slipstream.model.load import load
 
             arguments["weights"] = weights
             options: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
             loaded = load(model, dtype=dtype, weights=weights, **options)
-        writer = DataWriter(output, target, arguments, held_out)
-        told, status = _answer(loaded, rows, settings, limits, writer, drafter, batch)
-        manifest = writer.save(complete=told["ended"] == "done", sources=sources, **told)
+        with disk.alone(output):
+            writer = DataWriter(output, target, arguments, held_out)
+            told, status = _answer(loaded, rows, settings, limits, writer, drafter, batch)
+            manifest = writer.save(complete=told["ended"] == "done", sources=sources, **told)
     if json_:
         from slipstream.cli.output import print_json
 
@@ -201,13 +225,17 @@ def _answer(
     from slipstream.train.data import Answerer, Tally, describe, keep_answers, rows_that_fit
 
     line = StatusLine()
+    turns = max(sum(m["role"] == "user" for m in row.messages) for row in rows)
+    longest = min(settings.max_length, turns * settings.params.max_tokens)
+    most = "" if limits.tokens is None else f" of {limits.tokens}"
 
     def report(tally: Tally) -> None:
-        left = tally.left(limits, writer.answer_tokens)
+        left = tally.left(limits, len(writer.done), writer.answer_tokens, longest)
         done = tally.resumed + tally.answers + tally.too_long
         line(
-            f"{done} of {tally.total} conversations, {writer.answer_tokens} answer tokens,"
-            f" {tally.rate:.1f} tokens/s" + (f", {span(left)} left" if left is not None else "")
+            f"{done} of {tally.total} conversations, {writer.answer_tokens}{most} answer tokens and"
+            f" {tally.running} unfinished, {tally.rate:.1f} tokens/s"
+            + (f", {span(left)} left" if left is not None else "")
         )
 
     with Interrupts() as interrupts, line:
@@ -221,8 +249,8 @@ def _answer(
             return dict(describe(keep_answers(*args), "none", 1, None)), interrupts.status
         weight = next(loaded.model.parameters())
         config = loaded.model.config.get_text_config()
-        fit = rows_that_fit(config, weight.dtype, weight.device, settings.max_length)
-        count = fit if batch is None else batch
+        wanted = None if batch is None else min(batch, len(rows))
+        count = rows_that_fit(config, weight.dtype, weight.device, settings.max_length, wanted)
         options = {"weights": loaded.weights, "device": weight.device, "max_rows": count}
         with slipstream.load(loaded, drafter, **options) as session:
             line.note(f"answering with {drafter}, {count} at once")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from slipstream.cli.request import DeviceOption, DtypeOption, ThreadsOption, TrustOption
-from slipstream.cli.train_run import TrainingRun, fit_settings
+from slipstream.cli.train_run import TrainingRun, fit_settings, require_temperature
 from slipstream.cli.train_shared import Guard, ModelArgument, loaded_target, parse_layers
 from slipstream.errors import ParameterError
 
@@ -82,7 +83,9 @@ def medusa(
             " the answers are those of the tuned target, which is written to OUTPUT/target.",
         ),
     ] = None,
-    lora: Annotated[int, typer.Option(help="Rank of the target's adapters in Medusa-2.")] = 16,
+    lora: Annotated[
+        int | None, typer.Option(help="Rank of the target's adapters in Medusa-2. Default: 16.")
+    ] = None,
     online: OnlineOption = False,
     lr: RateOption = 1e-3,
     epochs: EpochsOption = 2.0,
@@ -113,6 +116,13 @@ def medusa(
     settings = fit_settings(locals())
     if joint is not None and online:
         raise ParameterError("--joint changes the target, so it needs states captured before: train capture")
+    if joint is not None and (heads, layers, share_output, draft_vocab) != (4, 1, False, 0):
+        raise ParameterError(
+            "--joint goes on with the heads that exist: leave out --heads, --layers, --share-output and"
+            " --draft-vocab"
+        )
+    if joint is None and lora is not None:
+        raise ParameterError("--lora is the rank of the target's adapters: it needs --joint HEADS")
     with loaded_target(model, dtype, device, threads, trust_remote_code) as loaded:
         from slipstream.heads.io import load_medusa
         from slipstream.model.trainable import Lora, Trainable
@@ -136,9 +146,10 @@ def medusa(
             }
         else:
             begun = load_medusa(joint.expanduser(), run.parts).float()
-            made = JointMedusaMethod(Trainable(loaded.model, loaded.tokenizer, Lora(lora)), begun, run.parts)
-            arguments = {"joint": str(joint), "lora": lora}
-        run.fit(made, output, settings, arguments, restart, json_, use=f"medusa:heads={output}")
+            rank = 16 if lora is None else lora
+            made = JointMedusaMethod(Trainable(loaded.model, loaded.tokenizer, Lora(rank)), begun, run.parts)
+            arguments = {"joint": str(joint), "lora": rank}
+        run.fit(made, output, settings, arguments, restart, json_, use=f"medusa:heads={output}", begun=joint)
         if joint is not None:
             typer.echo(
                 f"this changes the model: use --model {output}/target; answers are exact for that one only",
@@ -198,10 +209,13 @@ def eagle(
         raise ParameterError(f"--version must be 1 or 3, not {version}")
     if version == 1 and (draft_vocab or taps):
         raise ParameterError("EAGLE-1 uses the target's LM head and last state: no --draft-vocab, no --taps")
-    tapped = None if taps is None else parse_layers(taps)
+    tapped = None if taps is None else parse_layers(taps, "--taps")
     steps_ahead = unroll if unroll is not None else 3 if version == 3 else 1
-    if steps_ahead < 1 or depth < 1:
-        raise ParameterError("--unroll and --depth must be at least 1")
+    if steps_ahead < 1 or depth < 1 or layers < 1 or mlp < 0:
+        raise ParameterError("--unroll, --depth and --layers must be at least 1, --mlp 0 or more")
+    if noise is not None and not 0 <= noise < math.inf:
+        raise ParameterError(f"--noise must be a width, 0 or more, not {noise}")
+    require_temperature(temperature)
     with loaded_target(model, dtype, device, threads, trust_remote_code) as loaded:
         from slipstream.train.build import new_eagle
         from slipstream.train.eagle import EagleMethod
@@ -279,9 +293,13 @@ def draft(
     settings = fit_settings(locals())
     if loss not in ("sft", "forward_kl", "reverse_kl", "tv"):
         raise ParameterError(f"--loss must be sft, forward_kl, reverse_kl or tv, not {loss!r}")
-    if lora < 0 or temperature <= 0 or depth < 1:
-        raise ParameterError("--lora must be 0 or more, --temperature more than 0, --depth at least 1")
+    if lora < 0 or depth < 1 or keep_every < 1:
+        raise ParameterError("--lora must be 0 or more, --depth and --keep-every at least 1")
+    require_temperature(temperature)
+    if loss == "sft" and temperature != 1.0:
+        raise ParameterError("--loss sft learns tokens, not laws: leave --temperature out")
     with loaded_target(model, dtype, device, threads, trust_remote_code) as loaded:
+        from slipstream.model.identity import weights_hash
         from slipstream.model.load import load
         from slipstream.model.trainable import Lora, Trainable, keep_layers
         from slipstream.model.vocab import shared_vocabulary
@@ -292,6 +310,7 @@ def draft(
         shared = shared_vocabulary(
             loaded.tokenizer, small.tokenizer, run.parts.vocab_size, int(small.model.config.vocab_size)
         )
+        weights = weights_hash(small.model)
         begun = keep_layers(small.model, keep_every)
         made = DraftMethod(
             Trainable(begun, small.tokenizer, Lora(lora) if lora else None),
@@ -308,5 +327,7 @@ def draft(
             "lora": lora,
             "temperature": temperature,
         }
+        if lora:  # checkpoints hold the adapters alone, so what they belong to must be the same
+            arguments["from_weights"] = weights
         use = f"draft_model:model={output},num_speculative_tokens={depth}"
-        run.fit(made, output, settings, arguments, restart, json_, use=use)
+        run.fit(made, output, settings, arguments, restart, json_, use=use, begun=small.path)

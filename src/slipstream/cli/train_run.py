@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,12 @@ class TrainingRun:
         restart: bool,
         json_: bool,
         use: str,
+        begun: Path | None = None,
     ) -> None:
-        """Train, and say what came of it."""
+        """Train, and say what came of it. begun: the folder of what training begins with."""
+        for source in (self._loaded.path, self._data, begun):
+            if source is not None and source.expanduser().resolve() == output.expanduser().resolve():
+                raise ParameterError(f"--output {output} is what the training reads: choose another folder")
         from slipstream.cli.generation import Interrupts
         from slipstream.cli.output import print_json
         from slipstream.cli.train_watch import TrainingWatch
@@ -97,9 +102,16 @@ class TrainingRun:
             print_json({"output": str(output), "drafter": use, **fitted.to_json()})
         typer.echo(
             f"{fitted.step} of {fitted.total} steps, {fitted.tokens} tokens in {span(fitted.seconds)}"
-            f" ({fitted.stopped}); expected tau {fitted.acceptance.tau:.2f}; use it with --drafter {use}",
+            f" ({fitted.stopped}); expected tau {fitted.acceptance.tau:.2f}; use it with --drafter"
+            f" {shlex.quote(use)}",
             err=True,
         )
+
+
+def require_temperature(temperature: float) -> None:
+    """ParameterError unless laws can be taken at it, there and back in float32."""
+    if not 1e-3 <= temperature <= 1e3:
+        raise ParameterError(f"--temperature must be from 0.001 to 1000, not {temperature}")
 
 
 def fit_settings(given: Mapping[str, Any]) -> FitSettings:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.cli.request import MOST_THREADS
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def loaded_target(
     """The target, loaded; memory is checked before."""
     from slipstream.cli.output import progress
 
-    if threads is not None and threads < 1:
-        raise ParameterError(f"threads must be at least 1, not {threads}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ParameterError(f"--threads must be from 1 to {MOST_THREADS}, not {threads}")
     with progress(transient=True) as drawn:
         drawn.stage(f"looking for {model}", 0)
         import torch
@@ -114,14 +115,14 @@ def span(seconds: float) -> str:
 def parse_time(text: str) -> float:
     """Seconds of "90", "90s", "30m" or "2h"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if match is None or not float(match[1]):
+    if match is None or not 0 < float(match[1]) < 1e9:
         raise ParameterError(f"--limit-time must be like 90s, 30m or 2h, not {text!r}")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
-def parse_layers(text: str) -> tuple[int, ...]:
+def parse_layers(text: str, option: str = "--layers") -> tuple[int, ...]:
     """Layer numbers of "2,14,25"."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ParameterError(f"--layers must be numbers with commas, like 2,14,25, not {text!r}") from None
+        raise ParameterError(f"{option} must be numbers with commas, like 2,14,25, not {text!r}") from None

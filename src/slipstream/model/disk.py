@@ -6,15 +6,20 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from slipstream.core import jsontext
 from slipstream.errors import CapacityError, ParameterError
 from slipstream.model.progress import size
 from slipstream.model.store import free_bytes as free_bytes
 from slipstream.model.store import write_through
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LOCK = ".lock"
 
 
 @contextmanager
@@ -23,13 +28,48 @@ def writing(where: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in FULL:
             raise CapacityError(
                 f"the disk is full at {where}: free some room, then run the same command again (it resumes)"
             ) from error
         raise ParameterError(
             f"{where} cannot be written ({error.strerror or error}): check the path and its permissions"
         ) from error
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Makes a folder and holds it while the body runs: two writers would undo each other's work.
+
+    ParameterError when another process holds it, or it cannot be written.
+    """
+    lock = filelock.FileLock(folder / _LOCK)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise ParameterError(
+                f"another slipstream process is writing into {folder}: wait for it, or choose another"
+                " --output"
+            ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # elsewhere an open file cannot be removed; it does no harm
+            (folder / _LOCK).unlink()
+        lock.release()
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether nothing is in a folder, or only what a killed run left: locks and half-written files, whose
+    names begin with a dot. True for one that is not there; ParameterError for what is no folder."""
+    try:
+        return all(p.name.startswith(".") for p in folder.iterdir())
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise ParameterError(f"{folder} cannot be used ({error.strerror}): choose another --output") from None
 
 
 def require_room(folder: Path, needed: int, what: str) -> None:
@@ -57,8 +97,9 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file that may end in half a line, which is cut off: what wrote it was killed."""
+def read_lines(path: Path, *, mend: bool = False) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one a line. It may end in half a line, which does not count: what wrote it
+    was killed, or is still writing. mend: cut that off, so that lines can be added; only for its writer."""
     if not path.exists():
         return
     good = 0
@@ -68,12 +109,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 break
             try:
                 value = jsontext.parse(line)
+                if not isinstance(value, dict):
+                    raise ValueError("no JSON object")
             except ValueError as error:
-                raise ParameterError(
-                    f"{path}, line {number}: damaged ({error}): delete that line and run again"
-                ) from None
+                raise damaged(path, number, error) from None
             good += len(line)
             yield value
-    if path.stat().st_size > good:
+    if mend and path.stat().st_size > good:
         with writing(path):
             os.truncate(path, good)
+
+
+def damaged(path: Path, number: int, error: Exception) -> ParameterError:
+    """What is said of a line that is not as it was written."""
+    return ParameterError(f"{path}, line {number}: damaged ({error}): delete that line and run again")

@@ -111,6 +111,8 @@ def _rows_of(source: str, split: str, config: str | None) -> Iterator[Row]:
     if source.startswith(HUB):
         yield from _from_hub(source.removeprefix(HUB), split, config)
         return
+    if not source.strip():  # a path of nothing is the current folder
+        raise ParameterError("a source of prompts is empty: name a file, a folder, or hf:NAME of a data set")
     path = Path(source).expanduser()
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in (".jsonl", ".json", *_TEXT))
@@ -131,12 +133,22 @@ def _from_file(path: Path) -> Iterator[Row]:
             f"{path} is neither .jsonl, .json nor text ({', '.join(_TEXT)}): rename or convert"
         )
     try:
-        with path.open(encoding="utf-8") as file:
-            yield from _from_lines(file, str(path), path.name, json_lines=path.suffix == ".jsonl")
-    except UnicodeDecodeError as error:
-        raise ParameterError(f"{path} is not UTF-8 text ({error.reason}): convert it first") from None
+        with path.open("rb") as file:
+            lines = _decoded(file, str(path))
+            yield from _from_lines(lines, str(path), path.name, json_lines=path.suffix == ".jsonl")
     except OSError as error:
         raise ParameterError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+
+
+def _decoded(lines: Iterable[bytes], place: str) -> Iterator[str]:
+    """Lines of UTF-8, with or without a byte order mark in front."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ParameterError(
+                f"{place}, line {number}: not UTF-8 text ({error.reason}): convert the file first"
+            ) from None
 
 
 def _from_lines(lines: Iterable[str], place: str, file: str, *, json_lines: bool) -> Iterator[Row]:
@@ -152,7 +164,7 @@ def _from_lines(lines: Iterable[str], place: str, file: str, *, json_lines: bool
 
 def _from_array(path: Path) -> Iterator[Row]:
     try:
-        entries = _json(path.read_text(encoding="utf-8"), str(path))
+        entries = _json(path.read_text(encoding="utf-8-sig"), str(path))
     except (UnicodeDecodeError, OSError) as error:
         raise ParameterError(f"{path} cannot be read ({error}): it must be UTF-8 JSON") from None
     if not isinstance(entries, list):
@@ -195,20 +207,21 @@ def parse_row(entry: Any, where: str, file: str = "", number: int = 0) -> Row:
         raise ParameterError(f"{where}: a row must be a JSON object, not {_short(entry)}")
     found = [name for name in _LAYOUTS if entry.get(name) is not None]
     if not found:
-        have = ", ".join(map(str, entry)) or "nothing"
+        have = ", ".join(f"{k} (null)" if v is None else str(k) for k, v in entry.items()) or "nothing"
         wanted = f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}"
         raise ParameterError(f"{where}: a row needs {wanted}; it has {have}")
     layout, value = found[0], entry[found[0]]
     if layout == "question" or (layout == "prompt" and isinstance(value, str)):
         messages = [_message("user", value, where)]
     elif not isinstance(value, Sequence) or isinstance(value, str):
-        raise ParameterError(f"{where}: {layout} must be a list of turns, not {_short(value)}")
+        wanted = "a text or a list of turns" if layout == "prompt" else "a list of turns"
+        raise ParameterError(f"{where}: {layout} must be {wanted}, not {_short(value)}")
     elif layout == "turns":
         messages = [_message("user", text, where) for text in value[:1]]
     else:
         messages = [_turn(turn, where, i) for i, turn in enumerate(value, start=1)]
     system = entry.get("system")
-    if isinstance(system, str) and system and (not messages or messages[0]["role"] != "system"):
+    if system and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, _message("system", system, where))
     task = str(entry.get("task") or entry.get("category") or ANY_TASK)
     known = next((entry[key] for key in _IDS if entry.get(key) is not None), number)
@@ -224,7 +237,7 @@ def _turn(turn: Any, where: str, number: int) -> Message:
         known = role in ROLES
     else:
         role, content = turn.get("from"), turn.get("value")
-        known = role in _SHAREGPT
+        known = isinstance(role, str) and role in _SHAREGPT
     if not known:
         raise ParameterError(
             f"{here}: unknown role {_short(role)}; only {', '.join(ROLES)} can be trained on"
@@ -237,6 +250,12 @@ def _message(role: str, content: Any, where: str) -> Message:
         raise ParameterError(f"{where}: the text must be a string, not {_short(content)}")
     if not content.strip():
         raise ParameterError(f"{where}: the {role}'s text is empty: mend or delete the row")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:  # JSON can say what no text holds: half of a surrogate pair
+        raise ParameterError(
+            f"{where}: the text holds half a character ({content[error.start]!r}): mend or delete the row"
+        ) from None
     return {"role": role, "content": content}
 
 

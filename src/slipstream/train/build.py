@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 import torch
 
-from slipstream.errors import ParameterError
+from slipstream.errors import CapacityError, ParameterError
 from slipstream.heads.eagle import EagleConfig, EagleHead
 from slipstream.heads.medusa import MedusaConfig, MedusaHeads
+from slipstream.model import memory
 from slipstream.model.parts import ModelParts
+from slipstream.model.progress import size
 from slipstream.model.rope import rope_parameters
 from slipstream.train.samples import Batch
 
@@ -44,6 +46,16 @@ def coverage(batches: Iterable[Batch], ids: torch.Tensor) -> float:
     return inside / total if total else 0.0
 
 
+def _require_memory(parameters: int) -> None:
+    """CapacityError unless so many float32 weights can be made here at all."""
+    needed, free = 4 * parameters, memory.available()
+    if needed > free:
+        raise CapacityError(
+            f"a drafter of {parameters:,} parameters needs {size(needed)} of memory and {size(free)} are"
+            " free: give it fewer heads or layers, a smaller --mlp or a smaller --draft-vocab"
+        )
+
+
 def new_medusa(
     parts: ModelParts,
     *,
@@ -55,8 +67,10 @@ def new_medusa(
     """Heads that say at first what the target's LM head says; ids: the draft vocabulary."""
     if heads < 1 or layers < 1:
         raise ParameterError(f"Medusa needs at least one head of one layer, not {heads} of {layers}")
-    size = None if ids is None else len(ids)
-    config = MedusaConfig(parts.hidden_size, parts.vocab_size, heads, layers, output, size)
+    draft = None if ids is None else len(ids)
+    config = MedusaConfig(parts.hidden_size, parts.vocab_size, heads, layers, output, draft)
+    outputs = (draft or parts.vocab_size) if output == "own" else 0
+    _require_memory(heads * parts.hidden_size * (layers * (parts.hidden_size + 1) + outputs))
     made = MedusaHeads(config)
     if ids is not None and made.vocab.reduced:
         made.vocab.set_ids(ids)
@@ -105,10 +119,16 @@ def new_eagle(
         context=int(target_config.get("max_position_embeddings", 2048)),
         rope=rope_parameters(target_config),
     )
-    if max(config.aux_layers, default=0) > parts.num_layers:
+    if min(config.aux_layers, default=0) < 0 or max(config.aux_layers, default=0) > parts.num_layers:
         raise ParameterError(
             f"the target has {parts.num_layers} layers, it cannot be tapped at {config.aux_layers}"
         )
+    if list(config.aux_layers) != sorted(set(config.aux_layers)):  # other engines join them in this order
+        raise ParameterError(f"the tapped layers must ascend, each once, not {config.aux_layers}")
+    width = config.hidden_size
+    attention = 2 * width * config.head_dim * (heads + config.num_key_value_heads)
+    outputs = (config.draft_vocab_size or config.vocab_size) if version == 3 else 0
+    _require_memory(layers * (attention + 3 * width * config.intermediate_size) + outputs * width)
     head = EagleHead(config)
     if ids is not None and head.vocab.reduced:
         head.vocab.set_ids(ids)

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slipstream.errors import CapacityError, ModelError
+from slipstream.errors import CapacityError, ModelError, ParameterError
 from slipstream.model import disk
 from slipstream.model.progress import size
 from slipstream.model.store import read_json
@@ -30,6 +30,7 @@ from slipstream.train.method import Method
 
 KEPT = 2  # the last good checkpoint, and the one before it
 _NAME = re.compile(r"step-(\d+)")
+_PROGRESS = ("step", "tokens", "seconds", "curve", "identity")
 
 
 class Checkpoints:
@@ -75,12 +76,12 @@ class Checkpoints:
                 for file in partial.iterdir():
                     with file.open("rb") as opened:
                         os.fsync(opened.fileno())
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 os.replace(partial, folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
             for old in self.found()[:-KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
         return folder
 
     def _clear(self) -> None:
@@ -89,11 +90,26 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first: one that is half gone must not be taken for a whole one."""
+    if folder.exists():
+        going = folder.with_name(f"{folder.name}.{os.getpid()}.old.partial")
+        os.replace(folder, going)
+        shutil.rmtree(going, ignore_errors=True)
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    return read_json(folder / "progress.json")
+    """Where a run was. ModelError if that cannot be read."""
+    try:
+        progress = read_json(folder / "progress.json")
+    except ModelError as error:
+        raise ModelError(f"the checkpoint {folder} is damaged ({error}): delete it and run again") from None
+    if missing := [name for name in _PROGRESS if name not in progress]:
+        raise ModelError(f"the checkpoint {folder} is damaged (no {missing[0]}): delete it and run again")
+    return progress
 
 
 @torch.no_grad()
@@ -108,7 +124,7 @@ def restore(folder: Path, method: Method, optimizer: torch.optim.Optimizer) -> N
     shapes = {name: p.shape for name, p in parameters.items()}
     if shapes != {name: w.shape for name, w in weights.items()}:
         raise ModelError(
-            f"the checkpoint {folder} is of a drafter with other weights: give another --out, or --restart"
+            f"the checkpoint {folder} is of a drafter with other weights: give another --output, or --restart"
         )
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])
@@ -139,13 +155,16 @@ def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def writing(where: Path) -> Iterator[None]:
-    """Turns a full disk, however a library puts it, into a CapacityError that says the run can go on."""
+    """Turns a full disk, however a library puts it, into a CapacityError that says the run can go on, and
+    whatever else cannot be written into a ParameterError."""
     try:
         with disk.writing(where):
             yield
     except SafetensorError as error:
-        if "os error 28" not in str(error):
-            raise
+        if not any(f"os error {number}" in str(error) for number in disk.FULL):
+            raise ParameterError(
+                f"{where} cannot be written ({error}): check the path and its permissions"
+            ) from error
         raise CapacityError(
             f"the disk is full at {where} ({size(shutil.disk_usage(where).free)} free): free some room, then"
             " run the same command again (it resumes)"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,28 +112,49 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 class Scalars:
-    """TensorBoard scalars in a folder; nothing without one, or where tensorboard is not installed."""
+    """TensorBoard scalars in a folder; nothing without one, or where tensorboard is not installed.
+
+    They are a convenience: where they cannot be written (a full disk, say) they end, and the run goes on.
+    """
 
     def __init__(self, folder: Path | None, step: int) -> None:
         self._writer: Any = None
+        self._hook = threading.excepthook
         if folder is None or not installed("tensorboard"):
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+        threading.excepthook = self._in_thread
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+        except OSError:
+            self.close()
+
+    def _in_thread(self, told: threading.ExceptHookArgs) -> None:
+        """TensorBoard writes in a thread of its own, where a full disk would be shown as a traceback."""
+        if not isinstance(told.exc_value, OSError):
+            self._hook(told)
 
     def step(self, seen: Seen) -> None:
-        if self._writer is not None:
-            named = {"loss": seen.loss, "rate": seen.rate, "tokens_per_second": seen.speed}
-            for name, value in (*named.items(), *((f"part/{k}", v) for k, v in seen.parts.items())):
-                self._writer.add_scalar(name, value, seen.step)
+        named = {"loss": seen.loss, "rate": seen.rate, "tokens_per_second": seen.speed}
+        self._add(seen.step, {**named, **{f"part/{k}": v for k, v in seen.parts.items()}})
 
     def measured(self, step: int, found: Acceptance) -> None:
-        if self._writer is not None:
-            self._writer.add_scalar("heldout/tau", found.tau, step)
-            for depth, rate in enumerate(found.conditional, start=1):
-                self._writer.add_scalar(f"heldout/acceptance_{depth}", rate, step)
+        rates = {f"heldout/acceptance_{depth}": r for depth, r in enumerate(found.conditional, start=1)}
+        self._add(step, {"heldout/tau": found.tau, **rates})
+
+    def _add(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            return
+        try:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        except OSError:
+            self.close()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):
+                writer.close()
+        threading.excepthook = self._hook

@@ -82,7 +82,8 @@ class Limits:
 
 @dataclass
 class Tally:
-    """How far it is. answers and tokens are those of this run; resumed were there before it."""
+    """How far it is. answers and tokens are those of this run, running the tokens of unfinished
+    conversations; resumed were there before it."""
 
     total: int = 0
     resumed: int = 0
@@ -99,14 +100,20 @@ class Tally:
         """Answer tokens a second, those of unfinished answers included."""
         return (self.tokens + self.running) / self.seconds if self.seconds else 0.0
 
-    def left(self, limits: Limits, answer_tokens: int) -> float | None:
-        """Seconds until the first limit or the last prompt; None before the first answer."""
+    def left(self, limits: Limits, done: int, answer_tokens: int, longest: int) -> float | None:
+        """Seconds until the first limit or the last prompt; None while nothing tells.
+
+        done, answer_tokens: conversations of the folder and what they hold; longest: most tokens of one.
+        The answers that end first are the short ones, so the length of those to come is taken as all tokens,
+        those of unfinished answers included, over all that ended.
+        """
         guesses = []
-        if self.answers and self.rate:
+        if done and self.rate:
+            each = min(longest, (answer_tokens + self.running) / done)
             prompts = self.total - self.resumed - self.answers - self.too_long
-            guesses.append(max(0.0, prompts * self.tokens / self.answers - self.running) / self.rate)
-        if limits.tokens is not None and self.rate:
-            guesses.append(max(0.0, limits.tokens - answer_tokens - self.running) / self.rate)
+            guesses.append(max(0.0, prompts * each - self.running) / self.rate)
+        if limits.tokens is not None and self.rate:  # what is unfinished when the limit is met is dropped
+            guesses.append(max(0.0, limits.tokens - answer_tokens) / self.rate)
         if limits.seconds is not None:
             guesses.append(max(0.0, limits.seconds - self.seconds))
         return min(guesses) if guesses else None
@@ -121,16 +128,26 @@ def distinct(rows: Sequence[Row], tally: Tally) -> list[Row]:
     return list(kept.values())
 
 
-def rows_that_fit(config: Any, dtype: torch.dtype, device: torch.device, max_length: int) -> int:
-    """How many answers of full length can grow at once in half of the free memory, at most `MOST_ROWS`.
+def rows_that_fit(
+    config: Any, dtype: torch.dtype, device: torch.device, max_length: int, wanted: int | None = None
+) -> int:
+    """How many answers of full length can grow at once in half of the free memory, at most `MOST_ROWS`; or
+    `wanted`, if all of the free memory holds so many.
 
-    config is the target's text config. CapacityError when not even one fits.
+    config is the target's text config. CapacityError when not even one fits, or not what is wanted.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * width * dtype.itemsize
     per_row = per_token * round_up(max_length, WIDTH) + 8 * config.vocab_size * 4
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory.available()
+    if wanted is not None and wanted * per_row > free:
+        raise CapacityError(
+            f"{wanted} answers of {max_length} tokens at once need {size(wanted * per_row)} of memory beside"
+            f" the model and {size(free)} are free: lower --batch or --max-length"
+        )
+    if wanted is not None:
+        return wanted
     fits = free // 2 // per_row
     if fits < 1:
         raise CapacityError(
@@ -151,6 +168,11 @@ class _Talk:
     finish: list[str] = field(default_factory=list)
     prompt: tuple[int, ...] = ()
     live: Live | None = None
+    answered: int = 0  # tokens of the answers before this one
+
+    @property
+    def running(self) -> int:
+        return self.answered + (self.live.num_output if self.live else 0)
 
     def finished(self) -> Conversation:
         return Conversation(
@@ -193,7 +215,7 @@ class Answerer:
                 self._session.engine.step()
                 self._collect()
                 self.tally.seconds = time.perf_counter() - began
-                self.tally.running = sum(t.live.num_output for t in self._talks if t.live)
+                self.tally.running = sum(t.running for t in self._talks)
                 self._check(stopped)
                 report(self.tally)
         finally:
@@ -264,6 +286,7 @@ class Answerer:
             talk.finish.append(talk.live.finish_reason)
             talk.said.append({"role": "assistant", "content": text})
             talk.samples = _joined(talk.samples, talk.prompt, output)
+            talk.answered += len(output)
             if not self._ask(talk):
                 self._talks.remove(talk)
 

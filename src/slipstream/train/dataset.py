@@ -7,7 +7,7 @@ manifest.json    the target, the arguments, the versions, counts
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +23,7 @@ from slipstream.train.samples import Sample, Split
 ANSWERS = "answers.jsonl"
 MANIFEST = "manifest.json"
 FORMAT = 1
+_FIELDS = ("target", "arguments", "held_out", "runs")  # without which a manifest is none
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,12 @@ def load_data(folder: Path, *, max_length: int | None = None, limit_tokens: int 
     max_length: most tokens of a sample, the rest is cut off. limit_tokens: most tokens in all, up to a
     whole sample.
 
-    With two conversations or more at least one is held out, unless the folder was made with none.
+    With two conversations or more (within the limits) at least one is held out, unless the folder was made
+    with none.
     """
     manifest = read_manifest(folder)
-    found = [Conversation.from_json(line) for line in disk.read_lines(folder / ANSWERS)]
-    share = float(manifest["held_out"])
-    sides: dict[str, Split] = {c.key: split_of(c.key, share) for c in found}
-    if share > 0 and len(sides) > 1:
-        for side in ("heldout", "train"):
-            if side not in sides.values():
-                sides[min(sides)] = side  # type: ignore[assignment]
-    split: dict[Split, list[Sample]] = {"train": [], "heldout": []}
+    found = list(_conversations(folder))
+    chosen: list[tuple[str, Sample]] = []
     total = 0
     for conversation, sample in ((c, s) for c in found for s in c.samples):
         cut = Sample(sample.tokens[:max_length], sample.loss[:max_length])
@@ -120,13 +116,38 @@ def load_data(folder: Path, *, max_length: int | None = None, limit_tokens: int 
         total += len(cut.tokens)
         if limit_tokens is not None and total > limit_tokens:
             break
-        split[sides[conversation.key]].append(cut)
+        chosen.append((conversation.key, cut))
+    sides = _sides([key for key, _ in chosen], float(manifest["held_out"]))
+    split: dict[Split, list[Sample]] = {"train": [], "heldout": []}
+    for key, cut in chosen:
+        split[sides[key]].append(cut)
     if not split["train"]:
         raise ParameterError(
             f"{folder} has {len(found)} finished conversations and none is left to train on: let"
             " slipstream train data make more, or raise the limits"
         )
     return DataSet(manifest, tuple(split["train"]), tuple(split["heldout"]))
+
+
+def _conversations(folder: Path, *, mend: bool = False) -> Iterator[Conversation]:
+    """The finished ones. ParameterError names the line of one that is not as it was written."""
+    path = folder / ANSWERS
+    for number, value in enumerate(disk.read_lines(path, mend=mend), start=1):
+        try:
+            conversation = Conversation.from_json(value)
+        except (KeyError, TypeError, ValueError) as error:
+            raise disk.damaged(path, number, error) from None
+        yield conversation
+
+
+def _sides(keys: Sequence[str], held_out: float) -> dict[str, Split]:
+    """The side of each conversation; with two or more neither side is empty, unless none is held out."""
+    sides: dict[str, Split] = {key: split_of(key, held_out) for key in keys}
+    if held_out > 0 and len(sides) > 1:
+        for side in ("heldout", "train"):
+            if side not in sides.values():
+                sides[min(sides)] = side  # type: ignore[assignment]
+    return sides
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -137,13 +158,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ParameterError(
             f"{folder} is not a data folder of this version: make one with slipstream train data"
         )
+    if missing := [name for name in _FIELDS if name not in manifest]:
+        raise ParameterError(f"{folder / MANIFEST} is damaged (no {missing[0]}): make the data again")
     return manifest
 
 
 @dataclass
 class DataWriter:
-    """A data folder that grows. Opening one that is there already continues it: the target and all that
-    decides what an answer is must be the same."""
+    """A data folder that grows; its user holds it (`disk.alone`). Opening one that is there already continues
+    it: the target and all that decides what an answer is must be the same."""
 
     folder: Path
     target: Mapping[str, Any]
@@ -152,13 +175,14 @@ class DataWriter:
     done: set[str] = field(default_factory=set)
     answer_tokens: int = 0
     runs: list[Any] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         with disk.writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / MANIFEST).is_file():
             self._continue(read_manifest(self.folder))
-        elif any(self.folder.iterdir()):
+        elif not disk.is_empty(self.folder):
             raise ParameterError(f"{self.folder} is not empty and no data folder: choose another --output")
         self.save(complete=False)
 
@@ -173,8 +197,9 @@ class DataWriter:
                     " give the same, or choose another --output"
                 )
         self.runs = list(manifest["runs"])
-        for line in disk.read_lines(self.folder / ANSWERS):
-            conversation = Conversation.from_json(line)
+        told = (*_FIELDS, "kind", "format", "complete", "conversations", "answer_tokens", "versions")
+        self.facts = {name: value for name, value in manifest.items() if name not in told}
+        for conversation in _conversations(self.folder, mend=True):
             self.done.add(conversation.key)
             self.answer_tokens += conversation.answer_tokens
 
@@ -187,6 +212,7 @@ class DataWriter:
         """Writes the manifest, with one more run if it made answers; gives it."""
         if run is not None and run["answers"]:
             self.runs.append(dict(run))
+        self.facts.update(facts)  # those of the last run stand until this one ends
         manifest = {
             "kind": "data",
             "format": FORMAT,
@@ -196,7 +222,7 @@ class DataWriter:
             "complete": complete,
             "conversations": len(self.done),
             "answer_tokens": self.answer_tokens,
-            **facts,
+            **self.facts,
             "runs": self.runs,
             "versions": versions(),
         }

@@ -98,7 +98,8 @@ class EagleMethod(Method):
         rows = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
         for i in range(steps):
             ids = torch.zeros_like(batch.tokens[:, 1:])
-            ids[:, : ids.shape[1] - i] = batch.tokens[:, 1 + i :]
+            ahead = batch.tokens[:, 1 + i :]  # nothing, for texts shorter than the unrolling
+            ids[:, : ahead.shape[1]] = ahead
             hidden = self.head(ids, hidden, rows + i, attention.step(i))
             yield hidden
 

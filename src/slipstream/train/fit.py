@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,8 @@ from typing import Any, Literal
 
 import torch
 
-from slipstream.errors import TrainingError
+from slipstream.errors import ParameterError, TrainingError
+from slipstream.model import disk
 from slipstream.train import checkpoint
 from slipstream.train.acceptance import Acceptance, measure
 from slipstream.train.checkpoint import Checkpoints, writing
@@ -33,7 +35,9 @@ from slipstream.train.provenance import TargetNote, provenance, seal
 from slipstream.train.samples import Batch, Source
 from slipstream.train.settings import FitSettings
 
+SAVE_SECONDS = 600.0  # a checkpoint at least so often: where steps are slow, many would be lost
 _HISTORY = ("runs", "last_run", "versions", "complete", "sources")  # of a data manifest: how it came to be
+_OWN = re.compile(r"checkpoints|tensorboard|curve\.json|slipstream\.json")
 Stopped = Literal["done", "tokens", "time", "interrupted"]
 
 
@@ -81,15 +85,13 @@ def fit(
     arguments: what else decides the result (loss, sizes); kept, and compared on resuming. restart: throw
     earlier checkpoints away. draw: TensorBoard scalars and a picture of the curve, where their packages
     are installed. interrupted: asked before every step; True ends the call with a checkpoint. Raises
-    TrainingError for no data, another run's checkpoint, or a loss that is no number; CapacityError for
-    memory or disk. Whatever happens, the last good checkpoint stays.
+    TrainingError for no data, another run's checkpoint, or a loss that is no number; ParameterError for a
+    folder with other things in it or that another process writes; CapacityError for memory or disk.
+    Whatever happens, the last good checkpoint stays.
     """
     total = _total(source, settings)
     require_memory(method, settings)
-    checkpoints = Checkpoints(out / "checkpoints")
-    if restart:
-        checkpoints.remove()
-    _clear(out)
+    _require_own(out)
     identity: dict[str, Any] = {
         "kind": method.name,
         "target_fingerprint": target.fingerprint,
@@ -98,23 +100,27 @@ def fit(
         "arguments": dict(arguments or {}),
         "data": _digest(source.manifest),
     }
-    with accelerated(settings) as accelerator:
+    with disk.alone(out), accelerated(settings) as accelerator:
+        checkpoints = Checkpoints(out / "checkpoints")
+        if restart:
+            checkpoints.remove()
+        _clear(out)
         run = _Run(
             method, source, out, settings, checkpoints, identity, watch or Unwatched(), accelerator, draw
         )
         stopped, acceptance = run.go(total, interrupted)
-    fitted = Fitted(out, run.step, total, run.tokens, run.seconds, run.curve, acceptance, stopped)
-    if stopped == "interrupted":
-        return fitted
-    note = provenance(
-        method.name,
-        target,
-        arguments={**identity["arguments"], **settings.decisive()},
-        data=source.manifest,
-        run=fitted.to_json(),
-        changes_target=method.changes_target,
-    )
-    _write(method, out, note)
+        fitted = Fitted(out, run.step, total, run.tokens, run.seconds, run.curve, acceptance, stopped)
+        if stopped == "interrupted":
+            return fitted
+        note = provenance(
+            method.name,
+            target,
+            arguments={**identity["arguments"], **settings.decisive()},
+            data=source.manifest,
+            run=fitted.to_json(),
+            changes_target=method.changes_target,
+        )
+        _write(method, out, note)
     return fitted
 
 
@@ -161,12 +167,13 @@ class _Run:
         self._watch.note(f"going on from step {self.step} ({last})")
 
     def go(self, total: int, interrupted: Callable[[], bool]) -> tuple[Stopped, Acceptance]:
-        """All steps that are left, then the last measurement and checkpoint."""
+        """All steps that are left, then the last checkpoint and measurement."""
         settings = self._settings
         batches = self._batches()
         scalars = Scalars(self._out / "tensorboard" if self._draw else None, self.step)
         begun, seconds, tokens, first = time.perf_counter(), self.seconds, self.tokens, self.step
         stopped: Stopped = "done"
+        saved = 0.0
         self._watch.begin(self.step, total)
         try:
             while self.step < total:
@@ -191,7 +198,7 @@ class _Run:
                     rate=settings.lr * rate,
                     tokens=self.tokens,
                     speed=(self.tokens - tokens) / spent,
-                    seconds_left=spent / (self.step - first) * (total - self.step),
+                    seconds_left=self._left(total, spent, self.step - first, self.tokens - tokens),
                     tau=self.curve.measured[-1]["tau"] if self.curve.measured else None,
                 )
                 scalars.step(seen)
@@ -199,10 +206,12 @@ class _Run:
                 if self.step < total:
                     if settings.measure_every and self.step % settings.measure_every == 0:
                         self._measure(scalars)
-                    if self.step % settings.checkpoint_every == 0:
+                    if self.step % settings.checkpoint_every == 0 or spent >= saved + SAVE_SECONDS:
                         self._save()
+                        saved = spent
+            self._save()  # measuring takes a while, in which it may be killed
             acceptance = self._measure(scalars)
-            self._save()
+            self._draw_curve()
         finally:
             scalars.close()
         return stopped, acceptance
@@ -234,6 +243,15 @@ class _Run:
         self.curve.losses.append(loss)
         return parts
 
+    def _left(self, total: int, spent: float, steps: int, tokens: int) -> float:
+        """Seconds until the last step or a limit; steps and tokens: what this call did in `spent` seconds."""
+        left = spent / steps * (total - self.step)
+        if self._settings.max_tokens:
+            left = min(left, max(0, self._settings.max_tokens - self.tokens) * spent / max(1, tokens))
+        if self._settings.minutes:
+            left = min(left, max(0.0, 60 * self._settings.minutes - spent))
+        return left
+
     def _measure(self, scalars: Scalars) -> Acceptance:
         settings = self._settings
         heldout = self._source.batches("heldout", epoch=0, batch_size=settings.batch_size, seed=settings.seed)
@@ -248,9 +266,14 @@ class _Run:
         return found
 
     def _save(self) -> None:
+        if not all(bool(torch.isfinite(p).all()) for p in self._method.trained().values()):
+            raise self._not_a_number(math.nan, "the weights")
         progress: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
         progress |= {"curve": self.curve.to_json(), "identity": self._identity}
         self._checkpoints.save(self.step, self._method, self._raw, progress)
+        self._draw_curve()
+
+    def _draw_curve(self) -> None:
         with writing(self._out):
             self.curve.write(self._out, self._draw)
 
@@ -270,14 +293,20 @@ class _Run:
         key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
         return torch.Generator(self._accelerator.device).manual_seed(key)
 
-    def _not_a_number(self, loss: float) -> TrainingError:
+    def _not_a_number(self, loss: float, what: str = "the loss or its gradient") -> TrainingError:
         last = self._checkpoints.last()
         kept = f"the last good checkpoint is {last}" if last else "there was no checkpoint yet"
         return TrainingError(
-            f"the loss or its gradient became {loss if not math.isfinite(loss) else 'infinite'} in step"
+            f"{what} became {loss if not math.isfinite(loss) else 'infinite'} in step"
             f" {self.step + 1}; {kept}. Train again with --restart and a lower --lr (it was"
             f" {self._settings.lr:g}), a longer --warmup, or --precision fp32"
         )
+
+
+def _require_own(out: Path) -> None:
+    """ParameterError for a folder with something else in it, which a drafter would be mixed into."""
+    if not disk.is_empty(out) and not any(_OWN.fullmatch(p.name) for p in out.iterdir()):
+        raise ParameterError(f"{out} is not empty and holds no training of ours: choose another --output")
 
 
 def _clear(out: Path) -> None:
@@ -293,7 +322,10 @@ def _total(source: Source, settings: FitSettings) -> int:
     """Optimizer steps. TrainingError for an empty split."""
     for split in ("train", "heldout"):
         if source.size(split) < 1:  # type: ignore[arg-type]
-            raise TrainingError(f"the {split} split of the data is empty: give more prompts")
+            raise TrainingError(
+                f"the {split} split of the data is empty: make data of at least two conversations, with"
+                " --held-out above 0 (a folder keeps the share it was begun with)"
+            )
     if settings.steps:
         return settings.steps
     batches = _batches_an_epoch(source, settings) * settings.epochs
@@ -306,7 +338,7 @@ def _batches_an_epoch(source: Source, settings: FitSettings) -> int:
 
 def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
     """TrainingError, naming what differs, for the checkpoint of another run."""
-    fix = "give another --out, or --restart to begin anew"
+    fix = "give another --output, or --restart to begin anew"
     if before["target_fingerprint"] != now["target_fingerprint"]:
         raise TrainingError(
             f"the checkpoint {folder} was trained on another target (fingerprint"

@@ -45,6 +45,16 @@ class FitSettings:
         for name in ("steps", "max_tokens", "minutes", "measure_every", "heldout_batches", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ParameterError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        for name in ("lr", "epochs", "weight_decay", "minutes", "warmup", "floor"):
+            if not math.isfinite(getattr(self, name)):
+                raise ParameterError(f"{name} must be a number, not {getattr(self, name)}")
+        if math.isnan(self.clip):
+            raise ParameterError(f"clip must be a number, not {self.clip}")
+        for name, most in (("epochs", 1_000_000), ("lr", 1000), ("weight_decay", 1000)):
+            if getattr(self, name) > most:
+                raise ParameterError(f"{name} must be at most {most}, not {getattr(self, name):g}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ParameterError(f"seed must fit into 64 bits, not {self.seed}")
         if self.lr <= 0 or self.clip <= 0 or (not self.steps and self.epochs <= 0):
             raise ParameterError("lr, clip and epochs must be more than 0")
         if not 0 <= self.warmup < 1 or not 0 <= self.floor <= 1:

@@ -29,6 +29,7 @@ from slipstream.train.samples import Sample, Split
 
 FORMAT = 1
 SHARD_BYTES = 256_000_000
+_FIELDS = ("target", "captured", "dtype", "shards")  # without which a manifest is none
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 
@@ -48,9 +49,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a capture is. tokens and seconds are those of this run."""
+    """How far a capture is. done: computed; stored: in whole shards; tokens and seconds: of this run."""
 
     done_tokens: int
+    stored_tokens: int
     total_tokens: int
     tokens: int
     seconds: float
@@ -122,12 +124,17 @@ def plan_capture(
 ) -> Plan:
     """What a capture into `folder` would write. dtype "auto" is the target's own, which keeps every bit.
 
-    Raises ParameterError for a folder with states of another target or other layers, or data that another
-    model answered.
+    Raises ParameterError for a folder with states of another target, of other layers or of more tokens, and
+    for data that another model answered.
     """
     name = str(target["dtype"]) if dtype == "auto" else dtype
     if name not in DTYPES:
-        raise ParameterError(f"dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
+        raise ParameterError(f"the stored dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
+    layers = int(target["num_layers"])
+    if max(captured.hidden_layers, default=0) > layers:
+        raise ParameterError(
+            f"the target has {layers} layers: there is no stream after layer {max(captured.hidden_layers)}"
+        )
     if not captured:
         raise ParameterError("nothing is to be captured: ask for layers, the last state, or logits")
     told = data.manifest.get("target", {})
@@ -140,11 +147,17 @@ def plan_capture(
             seal = _identity(target, captured, name, samples)
             shards.append(Shard(f"{split}-{number:05}.safetensors", split, samples, seal))
     missing = tuple(s for s in shards if _seal_of(folder / s.name) != s.identity)
+    planned, there = sum(s.tokens for s in shards), _stored_tokens(folder)
+    if planned < there:
+        raise ParameterError(
+            f"{folder} holds the states of {there} tokens, more than the {planned} that are asked for now,"
+            " and would lose them: ask for as many (--max-length, --limit-tokens), or choose another --output"
+        )
     return Plan(folder, target, data.manifest, captured, DTYPES[name], tuple(shards), missing)
 
 
 def _check_folder(folder: Path, target: Mapping[str, Any], captured: Captured, dtype: str) -> None:
-    if not folder.exists() or not any(folder.iterdir()):
+    if disk.is_empty(folder):
         return
     if not (folder / MANIFEST).is_file():
         raise ParameterError(f"{folder} is not empty and holds no captured states: choose another --output")
@@ -156,6 +169,17 @@ def _check_folder(folder: Path, target: Mapping[str, Any], captured: Captured, d
             f"{folder} holds other states (layers {told['hidden_layers']}, last {told['last_hidden']}, top_k"
             f" {told['top_k']}, {told['dtype']}): ask for the same, or choose another --output"
         )
+
+
+def _stored_tokens(folder: Path) -> int:
+    """Tokens in the whole shards of a folder of states."""
+    total = 0
+    for shard in read_states_manifest(folder)["shards"] if (folder / MANIFEST).is_file() else ():
+        path = folder / shard["name"]
+        if _seal_of(path) == shard["identity"]:
+            file: Any = safe_open(path, framework="pt")
+            total += int(file.get_tensor("offsets")[-1])
+    return total
 
 
 def _groups(samples: Sequence[Sample], most_tokens: int) -> Iterator[tuple[Sample, ...]]:
@@ -188,7 +212,7 @@ def _seal_of(path: Path) -> str | None:
     try:
         file: Any = safe_open(path, framework="pt")  # checks header and length
         return dict(file.metadata() or {}).get("identity")
-    except SafetensorError:
+    except (OSError, SafetensorError):
         return None
 
 
@@ -205,24 +229,33 @@ def capture(
     disk loses at most one, and the same call goes on.
     """
     disk.require_room(plan.folder, plan.needed_bytes, "storing the states")
-    with disk.writing(plan.folder):
-        plan.folder.mkdir(parents=True, exist_ok=True)
+    with disk.alone(plan.folder):
+        return _capture(plan, captor, report, stopped)
+
+
+def _capture(
+    plan: Plan, captor: Captor, report: Callable[[Progress], None], stopped: Callable[[], bool]
+) -> bool:
     disk.write_whole(plan.folder / MANIFEST, (json.dumps(plan.manifest, indent=1) + "\n").encode())
     for leftover in plan.folder.glob("*.safetensors"):
         if leftover.name not in {s.name for s in plan.shards}:
-            leftover.unlink()  # of a run with more data
+            leftover.unlink()  # of a run that cut the data otherwise
+    for leftover in plan.folder.glob(".*.safetensors.partial"):
+        leftover.unlink()  # of a run that was killed while it wrote
     total = sum(s.tokens for s in plan.shards)
-    done = total - sum(s.tokens for s in plan.missing)
-    began, computed = time.perf_counter(), 0
+    before = stored = done = total - sum(s.tokens for s in plan.missing)
+    began = time.perf_counter()
     for shard in plan.missing:
-        states = []
+        states: list[States] = []
         for sample in shard.samples:
             if stopped():
                 return False
             states.append(captor(sample))
-            computed += len(sample.tokens)
-            report(Progress(done + computed, total, computed, time.perf_counter() - began))
-        disk.write_whole(plan.folder / shard.name, _packed(shard, states, plan))
+            done += len(sample.tokens)
+            if len(states) == len(shard.samples):
+                disk.write_whole(plan.folder / shard.name, _packed(shard, states, plan))
+                stored += shard.tokens
+            report(Progress(done, stored, total, done - before, time.perf_counter() - began))
     return True
 
 
@@ -259,4 +292,6 @@ def read_states_manifest(folder: Path) -> dict[str, Any]:
         raise ParameterError(
             f"{folder} holds no captured states of this version: make them with slipstream train capture"
         )
+    if missing := [name for name in _FIELDS if name not in manifest]:
+        raise ParameterError(f"{folder / MANIFEST} is damaged (no {missing[0]}): capture the states again")
     return manifest
