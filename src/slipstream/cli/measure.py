@@ -90,13 +90,11 @@ def measure(
 
     from slipstream.cli.output import print_json, progress
     from slipstream.core.precision import check_precision
-    from slipstream.core.spec import make_config, parse_spec
-    from slipstream.drafters import find_drafter
+    from slipstream.drafters import configure
 
     check_precision(weights, embedding)
     for spec in drafter or []:  # a mistyped one is told before anything is loaded
-        name, values = parse_spec(spec)
-        make_config(find_drafter(name).Config, name, values)  # type: ignore[attr-defined]
+        configure(spec)
     with progress() as drawn:
         drawn.stage(f"looking for {model}", 0)
         import torch

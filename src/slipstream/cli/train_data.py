@@ -19,6 +19,7 @@ from slipstream.cli.train_shared import (
     leave,
     loaded_target,
     parse_time,
+    require_file,
     span,
 )
 from slipstream.cli.train_vocab import vocab
@@ -52,8 +53,7 @@ def prompts(
     from slipstream.model import disk
     from slipstream.train.prompts import make_prompts, variety
 
-    if output.is_dir():
-        raise ParameterError(f"{output} is a folder: name the file to write, {output / 'prompts.jsonl'} say")
+    require_file(output, "prompts.jsonl")
     made = make_prompts(count, seed)
     lines = "".join(json.dumps(p.to_json(), ensure_ascii=False) + "\n" for p in made)
     with disk.writing(output.parent):

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,15 +46,13 @@ def loaded_target(
         drawn.stage(f"looking for {model}", 0)
         import torch
 
-        from slipstream.core.spec import make_config, parse_spec
-        from slipstream.drafters import find_drafter
+        from slipstream.drafters import configure
         from slipstream.model.load import load
 
         if threads is not None:
             torch.set_num_threads(threads)
         if drafter is not None:  # a mistyped drafter is told before gigabytes are loaded for it
-            name, values = parse_spec(drafter)
-            make_config(find_drafter(name).Config, name, values)  # type: ignore[attr-defined]
+            configure(drafter)
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "progress": drawn}
         loaded = load(model, dtype=dtype, device=device, **options)
     yield loaded
@@ -110,6 +109,12 @@ def span(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def require_file(output: Path, usual: str) -> None:
+    """ParameterError for a folder where a file is to be written; usual: what it could be called there."""
+    if output.is_dir():
+        raise ParameterError(f"{output} is a folder: name the file to write, {output / usual} say")
 
 
 def parse_time(text: str) -> float:

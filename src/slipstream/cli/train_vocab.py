@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.cli.train_shared import require_file
 from slipstream.errors import ParameterError
 
 
@@ -31,6 +32,7 @@ def vocab(
     from slipstream.train.samples import Batch, Split
     from slipstream.train.sources import OnlineSource
 
+    require_file(output, "vocab.json")
     if count < 0:
         raise ParameterError(f"--count must be 0 or more, not {count}")
     data = load_data(folder)
