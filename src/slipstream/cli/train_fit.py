@@ -124,6 +124,7 @@ def medusa(
     if joint is None and lora is not None:
         raise ParameterError("--lora is the rank of the target's adapters: it needs --joint HEADS")
     with loaded_target(model, dtype, device, threads, trust_remote_code) as loaded:
+        from slipstream.core.places import expanded
         from slipstream.heads.io import load_medusa
         from slipstream.model.trainable import Lora, Trainable
         from slipstream.train.build import new_medusa
@@ -145,7 +146,7 @@ def medusa(
                 "draft_vocab": draft_vocab,
             }
         else:
-            begun = load_medusa(joint.expanduser(), run.parts).float()
+            begun = load_medusa(expanded(joint), run.parts).float()
             rank = 16 if lora is None else lora
             made = JointMedusaMethod(Trainable(loaded.model, loaded.tokenizer, Lora(rank)), begun, run.parts)
             arguments = {"joint": str(joint), "lora": rank}

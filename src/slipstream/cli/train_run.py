@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from slipstream.cli.train_shared import leave, parse_time, span
+from slipstream.core.places import expanded
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class TrainingRun:
     ) -> None:
         """Train, and say what came of it. begun: the folder of what training begins with."""
         for source in (self._loaded.path, self._data, begun):
-            if source is not None and source.expanduser().resolve() == output.expanduser().resolve():
+            if source is not None and expanded(source).resolve() == expanded(output).resolve():
                 raise ParameterError(f"--output {output} is what the training reads: choose another folder")
         from slipstream.cli.generation import Interrupts
         from slipstream.cli.output import print_json

@@ -9,6 +9,7 @@ import typer
 
 from slipstream.cli.request import DeviceOption, DtypeOption, TrustOption
 from slipstream.cli.tune import Json, Limit, ModelName, PromptFile, Tokens, opened, require_least
+from slipstream.core.places import expanded
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def tune_medusa(
 
         # The smallest tree, which reads no accuracies: those there are may be damaged.
         medusa = MedusaDrafter(MedusaDrafterConfig(str(heads), topk="1"), tuning.session.info)
-        file = (out or heads / ACCURACIES).expanduser()
+        file = expanded(out or heads / ACCURACIES)
         check_place(file)
         probe = HeadProbe(medusa)
         tuning.session.use(probe)
