@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core import jsontext
+from slipstream.core.places import expanded
 from slipstream.errors import ParameterError
 
 Message = Mapping[str, str]
@@ -113,7 +114,7 @@ def _rows_of(source: str, split: str, config: str | None) -> Iterator[Row]:
         return
     if not source.strip():  # a path of nothing is the current folder
         raise ParameterError("a source of prompts is empty: name a file, a folder, or hf:NAME of a data set")
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in (".jsonl", ".json", *_TEXT))
         for file in files:
