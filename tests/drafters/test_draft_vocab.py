@@ -257,7 +257,16 @@ def test_the_corpus_has_what_answers_are_made_of() -> None:
 # -- mistakes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "told"), [("0", "1 or more"), ("-3", "1 or more"), ("no.json", "no file")])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0", "1 or more"),
+        ("-3", "1 or more"),
+        ("no.json", "no file"),
+        pytest.param("9" * 5000, "no file", id="a long number"),
+        ("~nobody-of-this-name/ids.json", "leads nowhere"),
+    ],
+)
 def test_a_wrong_option_is_told_before_anything_is_loaded(text: str, told: str) -> None:
     with pytest.raises(ParameterError, match=told):
         DraftModelConfig("tiny", draft_vocab=text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,6 +349,15 @@ def test_no_more_is_admitted_than_rows_as_long_as_the_longest_have_memory_for() 
                 assert cache.rows * cache.tokens <= 4 * WIDTH
         assert cache.epoch > 2 and cache.tokens == 2 * WIDTH  # rows made room for columns
     assert set(ended) == set(ids) and [ended[i] for i in ids] == [5] * 4 + [6] * 2  # of four one came before
+
+
+def test_the_cache_ends_with_its_engine() -> None:
+    runner = StaticRunner(make(), pack=False, recorder=OpTape())
+    with Engine(runner, NoDrafter(NoConfig(), None), cache_tokens=4 * WIDTH) as engine:  # type: ignore[arg-type]
+        assert len(run_all(engine, [Request((1, 2, 3), SamplingParams(max_tokens=4), 1)])[0]) == 4
+        cache = weakref.ref(runner.cache)
+    gc.collect()
+    assert cache() is None and engine.load.reserved == 0
 
 
 # -- what a step is told --------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_what_is_no_file_of_prompts_is_refused(tmp_path):
     with pytest.raises(ParameterError, match="is empty"):
         read_rows([""])  # not the current folder with all below it
     with pytest.raises(ParameterError, match="leads nowhere"):
-        read_rows(["~nobody-of-this-name/prompts.txt"])
+        read_rows(["~nobody-of-this-name/p.jsonl"])
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):

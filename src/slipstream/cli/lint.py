@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.core.places import expanded
 from slipstream.errors import ParameterError
 
 
@@ -87,7 +88,7 @@ def _text(config: str) -> tuple[Path | None, str]:
     if config == "-":
         return None, sys.stdin.read()
     looks = "\n" not in config and len(config) < 4096
-    path = Path(config).expanduser()
+    path = expanded(config) if looks else Path(config)
     try:
         there = looks and path.is_file()
     except OSError:

@@ -8,6 +8,7 @@ that every installation has (`prompts.corpus`). It is counted once and kept in t
 from __future__ import annotations
 
 import json
+import os.path
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from slipstream.core import jsontext
+from slipstream.core.places import expanded
 from slipstream.errors import DrafterError, ParameterError
 from slipstream.model.identity import tokenizer_hash
 from slipstream.model.quiet import quiet
@@ -43,8 +45,8 @@ class DraftVocabulary:
         try:
             size = int(text)
         except ValueError:
-            file = Path(text).expanduser()
-            if not file.is_file():
+            file = expanded(text)
+            if not os.path.isfile(file):  # False, too, for what can be no file's name
                 raise ParameterError(f"draft_vocab: there is no file {text}: {FIX}") from None
             return cls(0, file)
         if size < 1:

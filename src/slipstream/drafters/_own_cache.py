@@ -65,7 +65,7 @@ class OwnCache:
         while same < limit and row.cached[same] == tokens[same]:
             same += 1
         growth, row.growth = row.growth, None
-        if same < len(row.cached):
+        if same < cache.length(slot):  # tokens of another text, or of a reading that failed half-way
             cache.rollback(slot, same)
             del row.cached[same:]
         elif growth is not None:

@@ -23,6 +23,7 @@ from typing import Any
 import filelock
 
 from slipstream.core import jsontext
+from slipstream.core.places import expanded
 from slipstream.drafters._suffix_guess import Guess, Limits, best_guess
 from slipstream.drafters._suffix_tree import TOKEN_BYTES, SuffixTree
 from slipstream.errors import DrafterError
@@ -60,7 +61,7 @@ class SuffixStore:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_depth = max_depth
-        self.path = _expanded(path) if path else None
+        self.path = expanded(path) if path else None
         self._vocabulary = vocabulary
         self._max_requests = max_requests
         self._max_tokens = max_tokens
@@ -156,13 +157,6 @@ class SuffixStore:
     @property
     def memory_bytes(self) -> int:
         return self._tree.memory_bytes + self._tokens * TOKEN_BYTES
-
-
-def _expanded(path: str | Path) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:  # ~somebody who is not known here
-        raise DrafterError(f"the suffix store {path} has no place ({error}); name its folder") from None
 
 
 def _write(texts: Iterable[array[int]], vocab_size: int, vocabulary: str) -> bytes:

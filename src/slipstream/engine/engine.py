@@ -83,7 +83,8 @@ class Engine:
         self.seconds = Seconds()
         self._decode = decode
         self.grammars = grammars
-        self._scheduler = Scheduler(max_rows, chunk, cache_tokens, WIDTH, runner.cache.held)
+        # Not the bound method: the cache of a closed runner would live as long as its engine.
+        self._scheduler = Scheduler(max_rows, chunk, cache_tokens, WIDTH, lambda n: runner.cache.held(n))
         runner.cache.limit(cache_tokens)
         self._reader = PromptReader(runner, self._scheduler, self._keep_prefixes)
         self._pipelines: dict[int, LogitsPipeline] = {}

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from slipstream.control import Controller
+from slipstream.core.ask import Later
 from slipstream.core.draft import Drafter
 from slipstream.core.stats import DraftCounts
 from slipstream.drafters import TargetInfo, build_drafter
@@ -225,10 +226,15 @@ def _engine(
     else:
         built = build_drafter(choice.drafter, info)
     engine = Engine(runner, built, eos_ids=info.eos_ids, controller=choice.controller, max_rows=rows)
+    later = Later()
     try:
         yield engine
     finally:
-        engine.abandon()
-        if built is choice.drafter:
-            engine.set_drafter(None)
-        engine.close()
+        with later:
+            engine.abandon()
+        with later:
+            if built is choice.drafter:
+                engine.set_drafter(None)
+        with later:
+            engine.close()
+    later.tell()

@@ -57,6 +57,9 @@ class Recorder(Drafter):
     def close(self, seq_id: int) -> None:
         self.inner.close(seq_id)
 
+    def keep_prefixes(self, tokens: int) -> None:
+        self.inner.keep_prefixes(tokens)
+
     @property
     def memory_bytes(self) -> int:
         return self.inner.memory_bytes
