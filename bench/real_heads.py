@@ -16,9 +16,8 @@ import os
 from pathlib import Path
 
 from common import TARGET
-from tiny_models import folder_bytes, ship, slip
+from tiny_models import ROOT, folder_bytes, ship, slip
 
-ROOT = Path(__file__).parents[1]
 WORK = Path("bench") / "out" / "heads"  # below ROOT: what ships must not name folders of this machine
 HEADS = Path("models") / "heads"
 STAGES = ("data", "states", "medusa", "eagle", "ship")
