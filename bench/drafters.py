@@ -234,7 +234,7 @@ def same_conditions(log: Log, what: dict[str, Any], wanted: dict[str, str]) -> N
     """ParameterError if the log was made in another way: its rows would not be comparable."""
     measured = {r["setting"] for r in log.rows}
     for run in log.runs:
-        now = {**what, **{f"--drafter of {n}": s for n, s in wanted.items() if n in measured and s}}
+        now = {**what, **{f"--drafter of {n}": s for n, s in wanted.items() if n in measured}}
         then = {**run, **{f"--drafter of {n}": s for n, s in run["specs"].items() if s}}
         require_same(log.path, then, now)
 

@@ -16,15 +16,14 @@ import os
 from pathlib import Path
 
 from common import TARGET
-from tiny_models import folder_bytes, ship, slip
+from tiny_models import ROOT, folder_bytes, ship, slip
 
-ROOT = Path(__file__).parents[1]
 WORK = Path("bench") / "out" / "heads"  # below ROOT: what ships must not name folders of this machine
 HEADS = Path("models") / "heads"
 STAGES = ("data", "states", "medusa", "eagle", "ship")
 # So that the heads together stay below 80 MB in bfloat16. Medusa's heads speak through the target's own LM
 # head: their vocabulary costs time in training, and nothing on disk.
-DRAFT_VOCAB, MLP, MEDUSA_VOCAB = 6144, 1152, 8192
+DRAFT_VOCAB, MLP, MEDUSA_VOCAB = 6000, 1152, 8192
 EPOCHS = {"medusa": 3, "eagle": 4}
 
 

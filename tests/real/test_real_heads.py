@@ -35,14 +35,18 @@ def answers(session: Session, spec: str) -> tuple[list[tuple[int, ...]], float]:
     return tokens, (counts.emitted - before[0]) / (counts.passes - before[1])
 
 
+@pytest.fixture(scope="module")
+def plain(session: Session) -> list[tuple[int, ...]]:
+    return answers(session, "none")[0]
+
+
 # Chains, whose bits are plain decoding's; trees may differ at near-ties (docs/lossless.md).
 @pytest.mark.parametrize(
     ("chain", "tree"), [("medusa:topk=1x1x1x1", "medusa:nodes=15"), ("eagle:top_k=1", "eagle:nodes=15")]
 )
 def test_shipped_heads_are_found_exact_and_good_for_something(
-    session: Session, chain: str, tree: str, capsys: pytest.CaptureFixture[str]
+    session: Session, plain: list[tuple[int, ...]], chain: str, tree: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, _ = answers(session, "none")
     tokens, tau = answers(session, chain)
     _, wider = answers(session, tree)
     with capsys.disabled():

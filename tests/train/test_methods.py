@@ -22,6 +22,7 @@ from slipstream.model.parts import ModelParts
 from slipstream.model.trainable import Lora, Trainable, keep_layers
 from slipstream.testing.heads import memoryless_model, random_eagle, random_medusa
 from slipstream.testing.tiny import tiny_model
+from slipstream.train.build import new_eagle
 from slipstream.train.draft_lm import DraftMethod
 from slipstream.train.eagle import EagleMethod
 from slipstream.train.losses import IGNORE, Teacher
@@ -154,6 +155,15 @@ def test_adapters_are_all_that_is_trained_and_merge(model: PreTrainedModel, tmp_
         torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-4, atol=1e-4)
         with draft.original():
             assert not torch.allclose(draft.logits(draft.states(tokens)), expected, atol=1e-3)
+
+
+def test_an_eagle_3_head_starts_by_passing_its_deepest_tap_on(model: PreTrainedModel) -> None:
+    parts = ModelParts.of(model)
+    head = new_eagle(parts, model.config.to_dict(), 3, taps=(1, 2))
+    features = torch.randn(50, 2 * parts.hidden_size, generator=torch.Generator().manual_seed(0))
+    passed = head.fuse(features)
+    torch.testing.assert_close(passed, features[:, parts.hidden_size :], rtol=0, atol=0.2)
+    assert not torch.equal(passed, features[:, parts.hidden_size :])  # the other tap is in it
 
 
 # -- planted faults ------------------------------------------------------------------------------------

@@ -145,11 +145,11 @@ def _pass_deepest_on(head: EagleHead) -> None:
     """Start the fusing layer as the identity on its deepest tap and little of the others: what noise alone
     makes of the streams has to be unlearned first, and with little text that is most of the training."""
     config, size = head.config, head.config.hidden_size
-    fc = head.body["fc"].weight
-    fc.mul_(0.1)  # type: ignore[operator]
+    fc: Any = head.body["fc"].weight
+    fc.mul_(0.1)
     if config.target_hidden_size == size:
         at = config.aux_layers.index(max(config.aux_layers)) * size
-        fc[:, at : at + size] += torch.eye(size)  # type: ignore[index]
+        fc[:, at : at + size] += torch.eye(size)
 
 
 def _lm_weight(parts: ModelParts) -> torch.Tensor:
