@@ -73,8 +73,8 @@ class TrainingRun:
         begun: Path | None = None,
     ) -> None:
         """Train, and say what came of it. begun: the folder of what training begins with."""
-        for source in (self._loaded.path, self._data, begun):
-            if source is not None and expanded(source).resolve() == expanded(output).resolve():
+        for read in (self._loaded.path, self._data, begun):
+            if read is not None and expanded(read).resolve() == expanded(output).resolve():
                 raise ParameterError(f"--output {output} is what the training reads: choose another folder")
         from slipstream.cli.generation import Interrupts
         from slipstream.cli.output import print_json
