@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-# Folders and files that train, start servers, or decode thousands of tokens: `make test-slow` runs them.
+# Folders and files that train, start processes, or decode thousands of tokens: `make test-slow` runs them.
 SLOW = (
     *("train", "serve", "proof", "bench/test_drafters_bench.py", "bench/test_quality_bench.py"),
     *("bench/test_bench_run.py", "bench/test_peers_bench.py", "engine/test_int8_exact.py"),
     *("cli/test_cli_serve.py", "cli/test_cli_verify.py", "control/test_goodput_load.py"),
     *("heads/test_quantised.py", "engine/test_hf_generate_law.py", "cli/test_cli_run.py"),
+    *("cli/test_cli_leaving.py", "unit/test_nested.py", "model/test_siblings.py"),
 )
 
 

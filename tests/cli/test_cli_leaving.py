@@ -68,9 +68,13 @@ def test_a_pipe_that_nobody_reads_ends_quietly(arguments: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("module", ["typer", "rich", "torch"])
 def test_ctrl_c_while_modules_are_imported_exits_130(module: str, folder: Path) -> None:
-    """A signal comes as a function of the import system asks for the module."""
+    """A signal comes as a function of the import system asks for the module.
+
+    Python's own handler is set first: whoever starts the tests in the background may have them ignore it.
+    """
     code = (
         "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Finder:\n"
         "    def find_spec(self, name, *_):\n"
         f"        if name == {module!r}: signal.raise_signal(signal.SIGINT)\n"

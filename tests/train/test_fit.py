@@ -441,7 +441,9 @@ def test_mixed_precision_trains_float32_weights(
     for make in (medusa, eagle):
         full = quick_fit(make(model), source, tmp_path / make.__name__ / "fp32", SETTINGS)
         method = make(model)
-        mixed = quick_fit(method, source, tmp_path / make.__name__, replace(SETTINGS, precision="bf16"))
+        mixed = quick_fit(
+            method, source, tmp_path / make.__name__ / "bf16", replace(SETTINGS, precision="bf16")
+        )
         first, last = mixed.curve.losses[0], mixed.curve.losses[-1]
         assert first == pytest.approx(full.curve.losses[0], rel=0.02) and first != full.curve.losses[0]
         assert last < first
