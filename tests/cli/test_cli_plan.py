@@ -87,6 +87,12 @@ def test_a_measured_plan_with_a_report(here: Path) -> None:
     assert {p.name for p in here.iterdir()} == {"big.json", "small.json", "m.json", "report.html"}
 
 
+def test_what_if_on_a_measured_machine(here: Path) -> None:
+    got = run("--measured", "m.json", "--batch", "1,8", "--acceptance", "0.6")
+    assert got.exit_code == 0 and "[measured; what if: acceptance as given]" in got.stdout
+    assert "assumed: acceptance is as given" in got.stdout
+
+
 def test_the_machines_are_listed() -> None:
     assert "h100-sxm" in run("--gpus").stdout and "3350 GB/s" in run("--gpus").stdout
     assert {m["name"] for m in json.loads(run("--gpus", "--json").stdout)} >= {

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from slipstream.cli.main import build_app
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import TargetInfo, build_drafter
 from slipstream.engine.engine import Engine
@@ -73,3 +78,40 @@ def test_make_targets_in_the_documents_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"`make ([a-z-]+)", page.read_text(encoding="utf-8")):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """What a page has people type: the lines of its shell blocks, and commands within its sentences."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^ *```sh\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for line in [*lines, *re.findall(r"`((?:slipstream|python) [^`]*)`", text)]:
+        words: list[str] = []
+        for word in [*shlex.split(line, comments=True), ";"]:
+            if word not in ("|", "&&", "&", ";", ">"):
+                words.append(word)
+            elif words:
+                yield words
+                words = []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_in_the_documents_exist_with_their_options(page: Path) -> None:
+    for words in commands(page):
+        while re.match(r"[A-Z_]+=", words[0]):
+            words = words[1:]
+        options = {w.partition("=")[0] for w in words[1:] if re.match(r"--?[a-z]", w)}
+        if words[0] == "slipstream":
+            command: Any = get_command(build_app())
+            for word in words[1:]:
+                if not hasattr(command, "commands") or word.startswith("-"):
+                    break
+                if re.fullmatch(r"[a-z][a-z.|-]*", word):  # several may be named at once, as vllm|sglang
+                    assert set(word.split("|")) <= set(command.commands), f"{page.name}: {shlex.join(words)}"
+                    command = command.commands[word.split("|")[0]]
+            known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+            assert options <= known, f"{page.name}: {shlex.join(words)}: {options - known}"
+        elif words[0] == "python" and words[1].endswith(".py") and "/" in words[1]:
+            code = (ROOT / words[1]).read_text(encoding="utf-8")
+            missing = {o for o in options if f'"{o}"' not in code}
+            assert not missing, f"{page.name}: {shlex.join(words)}: {missing}"

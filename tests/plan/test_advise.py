@@ -10,7 +10,7 @@ import pytest
 from slipstream.cost.accept import Acceptance, Sample
 from slipstream.cost.bundle import Bundle
 from slipstream.cost.machines import MACHINES
-from slipstream.cost.model import Costs, best_length, expect, predict
+from slipstream.cost.model import Costs, best_length, expect, expected_tokens, predict
 from slipstream.cost.shape import shape_of
 from slipstream.errors import ParameterError
 from slipstream.plan.advise import WORTH, Advice, advise, batch_grid
@@ -186,6 +186,41 @@ def test_few_counts_fail_the_checklist_and_widen_the_interval(advice: Advice) ->
         return p.high - p.low
 
     assert width(few) > 3 * width(many)
+
+
+def test_what_if_acceptance_were_another_on_a_measured_machine(bundle: Bundle) -> None:
+    setup = measured(bundle, [1, 8], acceptance=[[0.7]])
+    found = advise(setup)
+    for b in found.batches:
+        for o in b.options:
+            p = o.prediction
+            assert p.tau == pytest.approx(expected_tokens(0.7, p.depth))
+            assert p.plain_seconds == float(setup.step.seconds(b.batch, 1, setup.context))
+            assert p.low < p.speedup < p.high
+    told = to_json(found)
+    assert told["acceptance_given"] and not told["estimate"]
+    assert "70% as given" in [r.value for r in found.rules[SMALL]]
+    (counted,) = [c for c in found.checks if c.name == "acceptance counted often enough"]
+    assert counted.passed is False and counted.detail == "as given, not counted"
+    page = to_html(found)
+    assert "what if: acceptance as given" in page and "What is accepted" not in page
+    assert "what was counted is left out" in page
+    nothing, all_ = (advise(measured(bundle, [1], acceptance=[[r]])).batches[0].best for r in (0.0, 1.0))
+    assert nothing is None and all_ is not None
+    each = advise(measured(bundle, [1], acceptance=[[0.9], [0.2]]))
+    rates = {c.name: c.rate.rate for c in each.setup.candidates}
+    assert rates == {name: pytest.approx(r) for name, r in zip(bundle.drafter_names, (0.9, 0.2), strict=True)}
+    with pytest.raises(ParameterError, match="2 drafts need one --acceptance for all or 2 of them, not 3"):
+        measured(bundle, [1], acceptance=[[0.5]] * 3)
+
+
+def test_starting_points_say_why_where_nothing_pays() -> None:
+    useless = {"ngram": {"code": (0.0,)}, SMALL: {"code": (0.01,)}}
+    found = advise(measured(fake_bundle(rates=useless), [1, 8]))
+    names = [s.name for s in found.scenarios]
+    assert names == ["quick start", "general", "high throughput", "memory-poor", "chat latency"]
+    assert all(s.why for s in found.scenarios)
+    assert found.scenarios[0].flags == "--drafter none"
 
 
 def test_trees_that_were_measured_compete_with_chains() -> None:

@@ -44,7 +44,7 @@ def plan(
         list[str] | None,
         typer.Option(
             help="Share of drafted tokens that are accepted, 0 to 1; by position as 0.9,0.8,0.7 (the last one"
-            " goes on). One for all drafts, or repeated for each.",
+            " goes on). One for all drafts, or repeated for each. With --measured: what if it were so?",
             show_default=False,
         ),
     ] = None,
@@ -86,14 +86,13 @@ def plan(
             "--gpu": gpu,
             "--model-config": model_config,
             "--draft-config": draft_config,
-            "--acceptance": acceptance,
         }
         extra = next((name for name, value in given.items() if value), None)
         if extra is not None:
             raise ParameterError(
                 f"{extra} is for an estimate, and --measured has its own: give one or the other"
             )
-        setup = _measured(measured, batches, price, context, prompt_tokens)
+        setup = _measured(measured, batches, price, context, prompt_tokens, rates)
     else:
         if gpu is None or model_config is None or not rates:
             missing = [
@@ -162,12 +161,20 @@ def write(path: Path, text: str) -> None:
 
 
 def _measured(
-    paths: list[Path], batches: list[int], price: float | None, context: int | None, prompt_tokens: int
-) -> Setup:
+    paths: list[Path], batches: list[int], price: float | None, context: int | None, prompt_tokens: int,
+    rates: list[list[float]],
+) -> Setup:  # fmt: skip
     from slipstream.cost.bundle import read_bundles
     from slipstream.plan.setup import measured
 
-    return measured(read_bundles(paths), batches, price=price, context=context, prompt_tokens=prompt_tokens)
+    return measured(
+        read_bundles(paths),
+        batches,
+        price=price,
+        context=context,
+        prompt_tokens=prompt_tokens,
+        acceptance=rates,
+    )
 
 
 def _described(
@@ -226,6 +233,8 @@ def _print(advice: Advice) -> None:
     console = stdout()
     setup = advice.setup
     kind = "estimate, nothing was measured" if setup.estimate else "measured"
+    if setup.given and not setup.estimate:
+        kind += "; what if: acceptance as given"
     console.print(
         f"{setup.model} ({setup.dtype}) on {setup.machine}, context {setup.context} [{kind}]", markup=False
     )

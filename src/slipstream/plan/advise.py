@@ -259,7 +259,12 @@ def _scenarios(setup: Setup, batches: tuple[BatchAdvice, ...]) -> tuple[Scenario
     safest = max(first.options, key=lambda o: o.prediction.low)
     rows = f"batch {last.batch}"
     return (
-        chosen("quick start", quick, "no second model to load, and next to no cost where it is wrong", "")
+        chosen(
+            "quick start",
+            quick,
+            "no second model to load, and next to no cost where it is wrong",
+            f"what drafts here without a model does not pay at batch {first.batch}",
+        )
         if quick is not None
         else Scenario(
             "quick start",

@@ -164,7 +164,7 @@ def drawings(advice: Advice) -> Sequence[tuple[str, str, Callable[[], Figure]]]:
             lambda: step_time(advice),
         ),
     ]
-    if not advice.setup.estimate:
+    if not advice.setup.given:
         found.append(
             (
                 "What is accepted",

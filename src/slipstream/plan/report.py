@@ -24,6 +24,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
             "schema": SCHEMA,
             "slipstream": __version__,
             "estimate": setup.estimate,
+            "acceptance_given": setup.given,
             "verdict": advice.verdict,
             "model": {
                 "name": setup.model,

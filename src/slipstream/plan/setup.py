@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slipstream.cost.accept import Acceptance, Sample, add_all
 from slipstream.cost.bundle import Bundle, busy_reasons
@@ -53,7 +53,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that advice needs. memory: bytes there are, 0: unknown. price: USD an hour, if known."""
+    """Everything that advice needs. memory: bytes there are, 0: unknown. price: USD an hour, if known.
+
+    given: the acceptance is what-if, not counted.
+    """
 
     model: str
     machine: str
@@ -69,6 +72,7 @@ class Setup:
     prompt_tokens: int
     prefill: Prefill
     estimate: bool
+    given: bool
     largest: int
     bandwidth: float | None = None
     flops: float | None = None
@@ -129,12 +133,7 @@ def described(
     candidate is a drafter without a model (`ngram`) with the one list's acceptance. trials: intervals are as
     if the acceptance had been counted over so many drafts.
     """
-    wanted = max(len(drafts), 1)
-    if len(acceptance) not in (1, wanted):
-        raise ParameterError(
-            f"{wanted} drafts need one --acceptance for all or {wanted} of them, not {len(acceptance)}"
-        )
-    rates = list(acceptance) * (wanted if len(acceptance) == 1 else 1)
+    rates = _one_each(acceptance, max(len(drafts), 1))
     line = Roofline(machine, target)
     candidates = []
     for draft, rate in zip(drafts, rates, strict=False):
@@ -174,12 +173,22 @@ def described(
         prompt_tokens=prompt_tokens,
         prefill=_reading(line),
         estimate=True,
+        given=True,
         largest=LARGEST,
         bandwidth=machine.bandwidth * machine.reached_bandwidth,
         flops=machine.flops_of(target.dtype) * machine.reached_flops,
         roofline=line,
         assumptions=_assumptions(machine, price, trials),
     )
+
+
+def _one_each(acceptance: Sequence[Sequence[float]], wanted: int) -> list[Sequence[float]]:
+    """Rates of every drafter, from one list for all or one each."""
+    if len(acceptance) not in (1, wanted):
+        raise ParameterError(
+            f"{wanted} drafts need one --acceptance for all or {wanted} of them, not {len(acceptance)}"
+        )
+    return list(acceptance) * (wanted if len(acceptance) == 1 else 1)
 
 
 def _reading(line: Roofline) -> Prefill:
@@ -216,8 +225,14 @@ def measured(
     price: float | None = None,
     context: int | None = None,
     prompt_tokens: int = 512,
+    acceptance: Sequence[Sequence[float]] = (),
+    trials: float = 200,
 ) -> Setup:
-    """From what `slipstream measure` wrote. Drafters without counts or without times cannot be advised."""
+    """From what `slipstream measure` wrote. Drafters without counts or without times cannot be advised.
+
+    acceptance: what-if, as to `described`; the times stay those that were measured. A drafter that was
+    measured only as a tree keeps its counts.
+    """
     curve = bundle.step_curve
     batches = check_batches(batches)
     if batches[-1] > curve.max_rows:
@@ -256,6 +271,9 @@ def measured(
             "no drafter has both its time and its acceptance in the measurement: measure with --drafter and"
             " --prompts"
         )
+    told: tuple[str, ...] = ()
+    if acceptance:
+        candidates, told = _what_if(candidates, acceptance, trials)
     machine = bundle.machine
     return Setup(
         model=bundle.model,
@@ -272,9 +290,31 @@ def measured(
         prompt_tokens=prompt_tokens,
         prefill=lambda tokens: bundle.prefill_seconds("target", tokens),
         estimate=False,
+        given=bool(acceptance),
         largest=curve.max_rows,
         bandwidth=machine.bandwidth,
         flops=machine.flops.get(bundle.dtype),
         busy=tuple(busy_reasons(bundle)),
         spread=bundle.spread,
+        assumptions=told,
     )
+
+
+def _what_if(
+    candidates: Sequence[Candidate], acceptance: Sequence[Sequence[float]], trials: float
+) -> tuple[list[Candidate], tuple[str, ...]]:
+    """With these rates instead of what was counted, and what that assumes."""
+    found = []
+    for candidate, rate in zip(candidates, _one_each(acceptance, len(candidates)), strict=True):
+        if candidate.longest:
+            sample = Sample((Acceptance.synthetic(rate, candidate.longest, trials),))
+            candidate = replace(candidate, samples={ALL: sample}, trees={})
+        found.append(candidate)
+    told = [
+        "acceptance is as given, for every task, and something is drafted in every step; what was counted is"
+        f" left out. Intervals are as if it came from {trials:g} drafts"
+    ]
+    kept = [c.name for c in found if c.trees]
+    if kept:
+        told.append(f"{', '.join(kept)}: as counted, since trees have no one rate a position")
+    return found, tuple(told)
