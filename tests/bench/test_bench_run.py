@@ -22,6 +22,7 @@ from slipstream.bench.plan import make_units
 from slipstream.bench.run import bench
 from slipstream.bench.summary import Summary
 from slipstream.cli import main
+from slipstream.core.stats import DraftCounts
 from slipstream.engine.session import Session
 from slipstream.errors import DrafterError, ParameterError
 from slipstream.plan import measure as measuring
@@ -289,6 +290,31 @@ def test_bench_then_baseline_then_report(here: Path, folder: Path) -> None:
     assert shown.exit_code == 0 and "Against the baseline:" in shown.stdout
 
 
+def test_a_drafter_is_replayed_on_recorded_answers_and_counts_what_was_counted(
+    here: Path, bundle: BenchBundle
+) -> None:
+    (here / "b.json").write_text(bundle.model_dump_json())
+    made = next(s for s in bundle.settings if s.fixed and not s.temperature and s.drafter.startswith("ngram"))
+    asked = ["--bundle", "b.json", "--replay", made.drafter, "--length", str(made.depth)]
+    got = run(*asked, "--json")
+    assert got.exit_code == 0, got.stderr
+    (told,) = json.loads(got.stdout)["replayed"]
+    assert (told["drafter"], told["depth"]) == (made.drafter, made.depth)
+    assert set(told["tasks"]) == {"all", *bundle.tasks}
+    once = DraftCounts()
+    for place in range(len(bundle.prompts)):
+        runs = (r for r in bundle.runs if bundle.of(r) == made)
+        once.add(next(a.counts.counts for r in runs for a in r.answers if a.prompt == place))
+    for name in ("passes", "drafted_at", "tested_at", "accepted_at"):
+        assert told["tasks"]["all"][name] == getattr(once, name), name
+    assert told["tasks"]["all"]["tau"] == pytest.approx(once.tau)
+    shown = run(*asked, "--html", "r.html")
+    assert "REPLAYED" in shown.stdout and "the target was not run" in shown.stdout
+    assert "<h2>Replayed</h2>" in (here / "r.html").read_text()
+    needs = run("--bundle", "b.json", "--replay", "recycle")
+    assert needs.exit_code == 2 and "cannot be replayed" in needs.stderr
+
+
 def test_other_tokens_than_plain_decodings_end_with_status_one(
     here: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +355,7 @@ def test_other_tokens_than_plain_decodings_end_with_status_one(
         (["--model", "x", "--drafter", "ngram", "--measurement", "p.jsonl"], "p.jsonl is not a measurement"),
         (["--bundle", "none.json"], "none.json cannot be read"),
         (["--bundle", "p.jsonl", "--model", "x"], "--bundle measures nothing"),
+        (["--model", "x", "--replay", "ngram"], "--replay needs --bundle FILE"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_status_two(here: Path, arguments: list[str], words: str) -> None:

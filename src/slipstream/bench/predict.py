@@ -9,12 +9,12 @@ which is what `cost.model` is about: the batch is full, prompts are read, no dra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slipstream.bench.bundle import PLAIN, Setting
+from slipstream.bench.recorded import replay_recorded
 from slipstream.bench.summary import Cell, Summary
-from slipstream.control.fixed import fixed_spec
 from slipstream.cost.accept import Acceptance, Sample
 from slipstream.cost.bundle import AcceptanceCounts, Bundle, MachineInfo
 from slipstream.cost.model import Costs, Prediction, predict
@@ -179,27 +179,15 @@ class Predictor:
         return self._replayed[key]
 
     def _replay_now(self, setting: Setting) -> dict[int, Acceptance]:
-        from slipstream.drafters import TargetInfo, build_drafter  # torch is needed for nothing else here
-        from slipstream.plan.replay import Recorded, replay
-
-        bundle = self._summary.bundle
-        answers: dict[int, Sequence[int]] = {}
-        for run in bundle.runs:
-            made = bundle.of(run)
-            if made.plain and made.temperature == setting.temperature:
-                answers.update({a.prompt: a.ids for a in run.answers if a.prompt not in answers})
-        target = TargetInfo(bundle.target.vocab_size, 1 << 20)
-        counts = []
-        for i, ids in answers.items():  # a new one for each: here none has learned from others
-            drafter = build_drafter(setting.drafter, target)
-            record = Recorded(tuple(bundle.prompts[i].ids), tuple(ids), bundle.plan.tokens)
-            try:
-                counts += replay(drafter, [record], fixed_spec(setting.depth, setting.nodes))
-            finally:
-                drafter.shutdown()
+        _, counts = replay_recorded(
+            self._summary.bundle,
+            setting.drafter,
+            setting.temperature,
+            lambda drafter: (setting.depth, setting.nodes),
+        )
         spec = {"drafter": setting.drafter, "task": PLAIN, "depth": setting.depth, "nodes": setting.nodes}
         return {
             i: AcceptanceCounts.of(c, **spec).acceptance  # type: ignore[arg-type]
-            for i, c in zip(answers, counts, strict=True)
+            for i, c in counts.items()
             if c.passes
         }

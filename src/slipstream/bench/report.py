@@ -10,6 +10,7 @@ from slipstream.bench.charts import drawings, name_of
 from slipstream.bench.compare import Change, Comparison, compare
 from slipstream.bench.figures import Figure, figures
 from slipstream.bench.predict import Compared, Predictor
+from slipstream.bench.recorded import Replayed
 from slipstream.bench.summary import Cell, Ratio, Summary
 from slipstream.cost.bundle import Bundle
 from slipstream.plan.drawing import svg
@@ -23,13 +24,15 @@ SCHEMA = "slipstream-bench-report/1"
 @dataclass(frozen=True)
 class Report:
     """All that is said of a bench. compared, figures: of predictions, if there is a measurement. comparison:
-    with a baseline, if there is one. notes: what a reader has to know."""
+    with a baseline, if there is one. notes: what a reader has to know. replayed: drafters that
+    were not run."""
 
     summary: Summary
     figures: tuple[Figure, ...]
     compared: tuple[Compared, ...] = ()
     comparison: Comparison | None = None
     notes: tuple[str, ...] = field(default=())
+    replayed: tuple[Replayed, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -110,6 +113,7 @@ def to_json(report: Report) -> dict[str, Any]:
             ],
             "figures": [{**asdict(f), "verdict": f.verdict} for f in report.figures],
             "comparison": None if report.comparison is None else _comparison(report.comparison),
+            "replayed": [_replayed(one) for one in report.replayed],
         }
     )
     return found
@@ -146,6 +150,26 @@ def _predicted(c: Compared) -> dict[str, Any]:
         "tau": p.tau,
         "error": c.error,
         "close": c.close,
+    }
+
+
+def _replayed(one: Replayed) -> dict[str, Any]:
+    return {
+        "drafter": one.drafter,
+        "depth": one.depth,
+        "nodes": one.nodes,
+        "temperature": one.temperature,
+        "tasks": {
+            task: {
+                "passes": counts.passes,
+                "tau": counts.tau,
+                "conditional_acceptance": counts.conditional_acceptance,
+                "drafted_at": counts.drafted_at,
+                "tested_at": counts.tested_at,
+                "accepted_at": counts.accepted_at,
+            }
+            for task, counts in one.counts.items()
+        },
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,7 @@ from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
     from slipstream.bench.bundle import BenchBundle, Plan
+    from slipstream.bench.recorded import Replayed
     from slipstream.cost.bundle import Bundle
     from slipstream.prompts.rows import Row
 
@@ -95,6 +98,15 @@ def bench(
         Path | None,
         typer.Option(help="Measure nothing, report what this file holds.", show_default=False),
     ] = None,
+    replay: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help="With --bundle: what a drafter that needs no target would have had accepted on the answers"
+            " in it, in seconds; at --length, if given. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
@@ -112,11 +124,17 @@ def bench(
     measured, before = _read(measurement, baseline)
     if bundle is not None:
         if model or drafter:
-            raise ParameterError("--bundle measures nothing: leave out --model and --drafter")
+            raise ParameterError(
+                "--bundle measures nothing: leave out --model and --drafter (--replay tries a drafter on"
+                " what is recorded)"
+            )
         from slipstream.bench.bundle import read_bench
 
-        _tell(read_bench(bundle), measured, before, html, json_)
+        recorded = read_bench(bundle)
+        _tell(recorded, measured, before, html, json_, _replay(recorded, replay or [], length))
         return
+    if replay:
+        raise ParameterError("--replay needs --bundle FILE: the answers recorded in it are replayed")
     if model is None:
         raise ParameterError("--model is missing: name what to measure, or --bundle FILE to report a bench")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
@@ -132,6 +150,15 @@ def bench(
     keep_bundle(out, found)
     typer.echo(f"kept in {out}", err=True)
     _tell(found, measured, before, html, json_)
+
+
+def _replay(recorded: BenchBundle, specs: list[str], length: str) -> list[Replayed]:
+    from slipstream.bench.recorded import replay_all
+
+    lengths = numbers("length", length)
+    if lengths and lengths[0] < 1:
+        raise ParameterError(f"--length must be whole numbers from 1 on, not {lengths[0]}")
+    return replay_all(recorded, specs, lengths)
 
 
 def _read(measurement: list[Path] | None, baseline: Path | None) -> tuple[Bundle | None, BenchBundle | None]:
@@ -238,11 +265,12 @@ def _tell(
     before: BenchBundle | None,
     html: Path | None,
     as_json: bool,
+    replayed: Sequence[Replayed] = (),
 ) -> None:
     """Print it, draw it; ends with status 1 where tokens differ that must not."""
     from slipstream.bench.report import make_report, to_json
 
-    report = make_report(found, measured, before)
+    report = replace(make_report(found, measured, before), replayed=tuple(replayed))
     if html is not None:
         from slipstream.bench.report import to_html
 

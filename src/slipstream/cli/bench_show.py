@@ -30,6 +30,8 @@ def show(report: Report) -> None:
         console.print(str(found), style="red" if found.broken else "yellow", markup=False)
     if report.comparison is not None:
         _comparison(report)
+    if report.replayed:
+        _replayed(report)
     show_figures(report)
 
 
@@ -59,6 +61,23 @@ def _condition(report: Report, batch: int, temperature: float) -> Table:
             "" if setting.plain else f"{cell.same}/{cell.answers}",
         )
     return table
+
+
+def _replayed(report: Report) -> None:
+    from slipstream.cli.output import plain_table, stdout
+
+    table = plain_table("\nREPLAYED", "\nTOKENS", "\nTASK", "\nTAU", "\nDRAFTS", "\nACCEPTED, BY POSITION")
+    for one in report.replayed:
+        size = f"{one.depth} of {one.nodes}" if one.nodes > one.depth else str(one.depth)
+        warm = f", temperature {one.temperature:g}" if one.temperature else ""
+        for i, (task, counts) in enumerate(one.counts.items()):
+            rates = ["–" if a is None else f"{a:.0%}" for a in counts.conditional_acceptance]
+            drafts = f"{counts.drafts / counts.passes:.0%}" if counts.passes else ""
+            name = ("", "") if i else (one.drafter, size)
+            table.add_row(*name, f"{task}{warm}", f"{counts.tau:.2f}", drafts, " ".join(rates))
+    console = stdout()
+    console.print(table)
+    console.print("Drafts for plain decoding's answers; the target was not run, so no times.", style="dim")
 
 
 def _comparison(report: Report) -> None:
