@@ -16,6 +16,7 @@ from slipstream.cli import main
 from slipstream.cost.bundle import Bundle, read_bundle
 from slipstream.engine.session import Session
 from slipstream.errors import ParameterError
+from slipstream.plan import drawing
 from slipstream.plan import measure as module
 from slipstream.plan.advise import advise
 from slipstream.plan.measure import Plan, measure, step_seconds
@@ -214,6 +215,21 @@ def test_measure_then_plan_then_goodput_on_the_command_line(
         adapted = found.generate([1, 2, 1, 2, 1], SamplingParams(max_tokens=20))
     with slipstream.load(str(folder)) as plain:
         assert plain.generate([1, 2, 1, 2, 1], SamplingParams(max_tokens=20)).tokens == adapted.tokens
+
+
+def test_charts_that_cannot_be_drawn_are_told_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
+    for arguments in (
+        ["measure", "--model", "nothing-here", "--png", str(tmp_path / "m.png")],
+        ["bench", "--model", "nothing-here", "--drafter", "ngram", "--html", str(tmp_path / "b.html")],
+        ["plan", "--measured", "nothing-here.json", "--html", str(tmp_path / "p.html")],
+    ):
+        got = run(*arguments)
+        assert got.exit_code == 2 and got.stdout == ""
+        assert "charts need matplotlib: pip install" in got.stderr and got.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,10 @@ def bench(
     for file in (out, html):
         if file is not None and not file.parent.is_dir():
             raise ParameterError(f"the folder of {file} does not exist: make it, or write elsewhere")
+    if html is not None:
+        from slipstream.plan.drawing import require_charts
+
+        require_charts()
     measured, before = _read(measurement, baseline)
     if bundle is not None:
         if model or drafter:

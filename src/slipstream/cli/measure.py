@@ -85,6 +85,10 @@ def measure(
     for file in (out, png):
         if file is not None and not file.parent.is_dir():
             raise ParameterError(f"the folder of {file} does not exist: make it, or write elsewhere")
+    if png is not None:
+        from slipstream.plan.drawing import require_charts
+
+        require_charts()
     batches, widths = numbers("rows", rows), numbers("nodes", nodes)
     cached, lengths = numbers("contexts", contexts), numbers("depths", depths)
 
@@ -137,10 +141,7 @@ def _draw(path: Path, bundle: Bundle) -> None:
     from slipstream.plan.charts import curve_figure
     from slipstream.plan.drawing import png
 
-    try:
-        path.write_bytes(png(lambda: curve_figure(bundle.step_curve)))
-    except OSError as error:
-        raise ParameterError(f"{path} cannot be written ({error.strerror}): check the folder") from None
+    write(path, png(lambda: curve_figure(bundle.step_curve)))
 
 
 def _print(bundle: Bundle) -> None:

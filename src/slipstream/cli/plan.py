@@ -79,8 +79,12 @@ def plan(
         return
     batches = read_batches(batch)
     rates = [read_rates(text) for text in acceptance or []]
-    if html is not None and not html.parent.is_dir():
-        raise ParameterError(f"the folder of {html} does not exist: make it, or write elsewhere")
+    if html is not None:
+        from slipstream.plan.drawing import require_charts
+
+        require_charts()
+        if not html.parent.is_dir():
+            raise ParameterError(f"the folder of {html} does not exist: make it, or write elsewhere")
     if measured:
         given = {
             "--gpu": gpu,
@@ -150,12 +154,12 @@ def read_rates(text: str) -> list[float]:
     return found
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, content: str | bytes) -> None:
     """A report, whole or not at all."""
     from slipstream.model.store import write_atomic
 
     try:
-        write_atomic(path, text)
+        write_atomic(path, content)
     except OSError as error:
         raise ParameterError(f"{path} cannot be written ({error.strerror}): check the folder") from None
 

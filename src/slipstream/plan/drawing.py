@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cost.accept import Acceptance
@@ -23,14 +24,17 @@ _INK, _GRID = "#1b1f24", "#d0d7de"
 _WIDTH, _HEIGHT = 5.2, 3.3
 
 
+def require_charts() -> None:
+    """ParameterError without matplotlib. Imports nothing: to be asked before what takes long."""
+    if find_spec("matplotlib") is None:
+        raise ParameterError("charts need matplotlib: pip install 'slipstream-lm[bench]', or leave them out")
+
+
 @contextmanager
 def _style() -> Iterator[None]:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ParameterError(
-            "charts need matplotlib: pip install 'slipstream-lm[bench]', or leave them out"
-        ) from None
+    require_charts()
+    import matplotlib
+
     with matplotlib.rc_context(
         {
             "svg.fonttype": "none",
