@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 def show(report: Report) -> None:
     """The report as tables on stdout."""
     from slipstream.cli.output import stdout
+    from slipstream.plan.page import counted
 
     console, bundle = stdout(), report.summary.bundle
     machine = bundle.sessions[-1].machine
     console.print(
-        f"{bundle.model} ({bundle.target.dtype}) on {machine.name}, {machine.threads} threads;"
-        f" {len(bundle.prompts)} prompts, {bundle.plan.rounds} round(s)",
+        f"{bundle.model} ({bundle.target.dtype}) on {machine.name}, {counted(machine.threads, 'thread')};"
+        f" {counted(len(bundle.prompts), 'prompt')}, {counted(bundle.plan.rounds, 'round')}",
         markup=False,
     )
     console.print(f"\n{report.verdict}", style="bold", markup=False)
@@ -43,8 +44,8 @@ def _condition(report: Report, batch: int, temperature: float) -> Table:
     summary = report.summary
     tasks = summary.tasks if len(summary.tasks) > 1 else []
     warm = f", TEMPERATURE {temperature:g}" if temperature else ""
-    heads = ["TOKENS", *(t.upper() for t in tasks), "TIMES AS FAST", "DECODING", "TOKENS/S", "TAU"]
-    table = plain_table(f"\nBATCH {batch}{warm}", *(f"\n{h}" for h in (*heads, "DRAFTING", "SAME")))
+    heads = ["TOKENS", *(t.upper() for t in tasks), "TIMES AS FAST", "DECODING", "TOK/S", "TAU"]
+    table = plain_table(f"\nBATCH {batch}{warm}", *(f"\n{h}" for h in (*heads, "DRAFT", "SAME")))
     for cell in summary.at(batch, temperature):
         setting, split = cell.setting, cell.split
         own = [summary.of(setting, t) for t in tasks]

@@ -148,11 +148,12 @@ def _print(bundle: Bundle) -> None:
     from slipstream.cli.output import plain_table, stdout
     from slipstream.cost.bundle import busy_reasons
     from slipstream.cost.roofline import EXTRA, extra_cost, measured_regime
-    from slipstream.plan.page import milliseconds
+    from slipstream.plan.page import counted, milliseconds
 
     console, curve, machine = stdout(), bundle.step_curve, bundle.machine
     console.print(
-        f"{bundle.model} ({bundle.dtype}) on {machine.name}, {machine.threads} threads", markup=False
+        f"{bundle.model} ({bundle.dtype}) on {machine.name}, {counted(machine.threads, 'thread')}",
+        markup=False,
     )
     rate = machine.flops.get(bundle.dtype)
     if machine.bandwidth and rate:
@@ -171,7 +172,8 @@ def _print(bundle: Bundle) -> None:
     console.print("What verifying so many more tokens a row adds to a step.", style="dim")
     for jump in curve.jumps():
         console.print(
-            f"kink at {jump.rows} rows: {jump.tokens[0]} → {jump.tokens[1]} tokens take {jump.ratio:.2f} ×"
+            f"kink with {counted(jump.rows, 'row')}: {jump.tokens[1]} tokens take {jump.ratio:.2f} times as"
+            f" long as {jump.tokens[0]}"
         )
     if bundle.drafts:
         table = plain_table("\nDRAFTER", "\nROWS", "\nTOKENS", "\nTIME", "\nACCEPTED")
@@ -181,7 +183,8 @@ def _print(bundle: Bundle) -> None:
             seen = add_all(s.total for s in bundle.samples(name).values())
             for d in (d for d in bundle.drafts if d.drafter == name):
                 took = milliseconds(sorted(d.seconds)[len(d.seconds) // 2])
-                table.add_row(name, str(d.rows), str(d.depth), took, f"{seen.rate:.0%}")
+                size = f"{d.depth} of {d.nodes}" if d.nodes > d.depth else str(d.depth)
+                table.add_row(name, str(d.rows), size, took, f"{seen.rate:.0%}")
         console.print(table)
     console.print(f"repeats of a step differ by at most {bundle.spread:.0%}")
     for reason in busy_reasons(bundle):

@@ -219,13 +219,12 @@ def _list(as_json: bool) -> None:
             ]
         )
         return
-    table = plain_table("NAME", "MEMORY", "BANDWIDTH", "16-BIT", "32-BIT", "8-BIT", "USD/H")
+    tera = (f"TFLOP/S\n{bits}-BIT" for bits in (16, 32, 8))
+    table = plain_table("\nNAME", "\nMEMORY", "\nBANDWIDTH", *tera, "\nUSD/H")
     for m in MACHINES.values():
-        tera = [
-            f"{m.flops[d] / 1e12:g} TFLOP/s" if d in m.flops else "" for d in ("bfloat16", "float32", "int8")
-        ]
+        rates = [f"{m.flops[d] / 1e12:g}" if d in m.flops else "" for d in ("bfloat16", "float32", "int8")]
         price = f"{m.price:.2f}" if m.price else ""
-        table.add_row(m.name, f"{m.memory / 1e9:g} GB", f"{m.bandwidth / 1e9:g} GB/s", *tera, price)
+        table.add_row(m.name, f"{m.memory / 1e9:g} GB", f"{m.bandwidth / 1e9:g} GB/s", *rates, price)
     console = stdout()
     console.print(table)
     console.print("\nMakers' peaks without sparsity; prices are rough on-demand rents of 2026.", markup=False)
@@ -253,11 +252,12 @@ def _print(advice: Advice) -> None:
 
 def _batches(console: Console, advice: Advice) -> None:
     from slipstream.cli.output import plain_table
-    from slipstream.plan.page import gigabytes, milliseconds, per_second, usd
+    from slipstream.plan.page import counted, gigabytes, milliseconds, per_second, usd
 
     priced = advice.setup.price is not None
-    columns = ["BATCH", "REGIME", "DRAFTER", "TOKENS", "TAU", "TIMES AS FAST", "TOKENS/S"]
-    table = plain_table(*columns, *(["USD/MILLION"] if priced else []), "MORE MEMORY", "FIRST TOKEN")
+    table = plain_table("BATCH", "REGIME", "DRAFTER", "TOKENS", "TAU", "TIMES AS FAST")
+    money_head = ["\nUSD/MILLION"] if priced else []
+    worth = plain_table("\nBATCH", "\nTOKENS/S", *money_head, "\nMORE MEMORY", "\nFIRST TOKEN")
     for b in advice.batches:
         o = b.best or b.options[0]
         p = o.prediction
@@ -267,10 +267,13 @@ def _batches(console: Console, advice: Advice) -> None:
             str(b.batch), b.regime, o.drafter if b.best else f"none (best was {o.drafter})",
             f"{p.depth} of {p.nodes}" if p.nodes > p.depth else str(p.depth), f"{p.tau:.2f}",
             f"{p.speedup:.2f} ({p.low:.2f}–{p.high:.2f})",
-            f"{per_second(b.plain.rate)} → {per_second(after)}", *money,
+        )  # fmt: skip
+        worth.add_row(
+            str(b.batch), f"{per_second(b.plain.rate)} → {per_second(after)}", *money,
             gigabytes(o.memory if b.best else 0), milliseconds(b.first_token),
         )  # fmt: skip
     console.print(table)
+    console.print(worth)
     extra = plain_table("\nBATCH", *(f"\n{k} MORE" for k in advice.batches[0].extra))
     for b in advice.batches:
         extra.add_row(str(b.batch), *(f"{v:+.0%}" for v in b.extra.values()))
@@ -279,7 +282,8 @@ def _batches(console: Console, advice: Advice) -> None:
     curve = advice.setup.curve
     for jump in curve.jumps() if curve else ():
         console.print(
-            f"kink at {jump.rows} rows: {jump.tokens[0]} → {jump.tokens[1]} tokens take {jump.ratio:.2f} ×"
+            f"kink with {counted(jump.rows, 'row')}: {jump.tokens[1]} tokens take {jump.ratio:.2f} times as"
+            f" long as {jump.tokens[0]}"
         )
 
 
@@ -296,7 +300,8 @@ def _details(console: Console, advice: Advice) -> None:
     for check in advice.checks:
         table.add_row(check.name, words[check.passed], check.detail)
     console.print(table)
-    table = plain_table("\nSTARTING POINT", "\nOPTIONS", "", "")
-    for one in advice.scenarios:
-        table.add_row(one.name, one.flags, f"{one.speedup:.2f}" if one.speedup else "", one.why)
-    console.print(table)
+    console.print("\nSTARTING POINTS", style="bold")
+    for one in advice.scenarios:  # options are copied, so they are not folded into a column
+        gain = f" ({one.speedup:.2f} times as fast)" if one.speedup else ""
+        console.print(f"{one.name}{gain}: {one.why}", markup=False)
+        console.print(f"  {one.flags}", markup=False, soft_wrap=True)

@@ -238,9 +238,13 @@ def _off_from(by_batch: Mapping[str, list[tuple[int, float]]], grid: list[int]) 
 
 
 def _lengths(setup: Setup, candidate: Candidate, batch: int) -> list[Prediction]:
+    """Chains of every length; of a drafter without chains the trees that were measured."""
+    drafts = [(depth, 0, candidate.together) for depth in range(1, candidate.longest + 1)]
+    if not drafts:
+        trees = [(nodes, _together(samples)) for nodes, samples in sorted(candidate.trees.items())]
+        drafts = [(len(sample.total.drafted), nodes, sample) for nodes, sample in trees]
     return [
-        predict(setup.costs, candidate.draft, candidate.together, batch, depth)
-        for depth in range(1, candidate.longest + 1)
+        predict(setup.costs, candidate.draft, sample, batch, depth, nodes) for depth, nodes, sample in drafts
     ]
 
 

@@ -116,7 +116,7 @@ def acceptance(advice: Advice) -> Figure:
     candidates = advice.setup.candidates[:6]
     figure, panels = new_figure(len(candidates))
     for axes, candidate in zip(panels, candidates, strict=True):
-        for i, (task, sample) in enumerate(candidate.samples.items()):
+        for i, (task, sample) in enumerate(candidate.deepest.items()):
             rates_line(axes, sample.total, colour(i), task)
         axes.set(title=short(candidate.name), xlabel="position in the draft", ylim=(0, 1.02))
         whole_numbers(axes)

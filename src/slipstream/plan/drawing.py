@@ -138,7 +138,7 @@ def legend_below(figure: Figure, panels: Sequence[Axes]) -> None:
 def whole_numbers(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def short(name: str) -> str:

@@ -39,6 +39,11 @@ def render(package: str, template: str, **values: Any) -> str:
     return environment.get_template(template).render(version=__version__, **values)
 
 
+def counted(number: int, noun: str) -> str:
+    """As in 1 row, 2 rows."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return "not measured"

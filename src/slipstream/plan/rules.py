@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.cost.accept import Acceptance, wilson
 from slipstream.cost.curve import DraftTime
 from slipstream.cost.model import best_length
+from slipstream.plan.page import counted, gigabytes
 from slipstream.plan.setup import Candidate, Setup
 
 if TYPE_CHECKING:
@@ -99,7 +100,11 @@ def _speed(setup: Setup, candidate: Candidate, batch: int) -> Rule:
 def _acceptance(setup: Setup, candidate: Candidate, batch: int) -> Rule:
     seen, name, wanted = candidate.rate, "acceptance", f"at least {ACCEPTANCE:.0%} of tested tokens"
     low, high = wilson(sum(seen.accepted), sum(seen.tested))
-    value = f"{seen.rate:.0%} as given" if setup.given else f"{seen.rate:.0%} ({low:.0%} to {high:.0%})"
+    value = (
+        f"{seen.rate:.0%} as given"
+        if setup.given and not candidate.trees
+        else f"{seen.rate:.0%} ({low:.0%} to {high:.0%})"
+    )
     if seen.rate >= ACCEPTANCE:
         return Rule(name, wanted, value, True)
     better = Acceptance.synthetic([ACCEPTANCE], max(candidate.longest, 1))
@@ -118,7 +123,7 @@ def _size(setup: Setup, candidate: Candidate, batch: int) -> Rule:
     more = candidate.memory_bytes * (1 - SIZE_RATIO / ratio)
     lost, cost = _lost(setup, candidate, batch, draft=_Scaled(candidate.draft, SIZE_RATIO / ratio))
     return Rule(
-        name, wanted, value, False, lost, f"{more / 1e9:.1f} GB more memory; {cost}, if its time shrank too"
+        name, wanted, value, False, lost, f"{gigabytes(more)} more memory; {cost}, if its time shrank too"
     )
 
 
@@ -144,7 +149,7 @@ def checklist(
         Check(
             f"memory-bound at batch {b.batch}",
             b.regime == "memory-bound",
-            f"{b.spare} more tokens a row add at most 10 % to a step"
+            f"at most 10 % more for a step with {counted(b.spare, 'more token')} a row"
             if b.spare
             else "one more token adds more than 10 %",
         )
@@ -161,7 +166,7 @@ def checklist(
                 Check(
                     f"fits in memory at batch {b.batch}",
                     b.fits,
-                    f"{needed / 1e9:.1f} of {setup.memory / 1e9:.1f} GB at context {setup.context}",
+                    f"{gigabytes(needed)} of {gigabytes(setup.memory)} at context {setup.context}",
                 )
             )
     for b in batches:

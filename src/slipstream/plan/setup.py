@@ -47,6 +47,11 @@ class Candidate:
         return Sample(tuple(p for sample in self.samples.values() for p in sample.prompts))
 
     @property
+    def deepest(self) -> Mapping[str, Sample]:
+        """By task, of the longest drafts that were measured: chains, where there are any."""
+        return self.samples if self.longest or not self.trees else self.trees[max(self.trees)]
+
+    @property
     def rate(self) -> Acceptance:
         return add_all(sample.total for sample in self.samples.values())
 
