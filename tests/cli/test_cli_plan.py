@@ -62,6 +62,8 @@ def test_an_estimate_needs_no_model(here: Path) -> None:
     ):
         assert words in got.stdout
     plan = json.loads(run(*ESTIMATE, "--batch", "1,8,64", "--price", "3", "--json").stdout)
+    for scenario in plan["scenarios"]:
+        assert f"\n  {scenario['flags']}\n" in got.stdout  # whole, so that it can be copied
     assert [b["batch"] for b in plan["batches"]] == [1, 8, 64] and plan["estimate"]
     first = plan["batches"][0]
     assert first["cost_per_million_before"] > first["cost_per_million_after"] > 0

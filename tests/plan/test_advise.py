@@ -238,6 +238,30 @@ def test_trees_that_were_measured_compete_with_chains() -> None:
     assert best.flags.endswith("fixed:num_speculative_tokens=2,nodes=8")
 
 
+def test_a_drafter_of_trees_alone_is_drawn_and_keeps_its_counts_in_a_what_if() -> None:
+    made = fake_bundle()
+    shape = {"drafter": SMALL, "task": "edit", "passes": 100, "emitted": 297}
+    small, large = (
+        made.acceptance[-1].model_copy(update={**shape, "depth": d, "nodes": 4 * d, **counts})
+        for d, counts in (
+            (1, {"drafted_at": [100], "tested_at": [100], "accepted_at": [90]}),
+            (2, {"drafted_at": [100, 100], "tested_at": [100, 99], "accepted_at": [99, 98]}),
+        )
+    )
+    chains = [a for a in made.acceptance if a.drafter == "ngram"]
+    found = advise(
+        measured(made.model_copy(update={"acceptance": [*chains, small, large]}), [1], acceptance=[[0.6]])
+    )
+    assert [(p.depth, p.nodes) for p in found.lengths[SMALL][1]] == [(1, 4), (2, 8)]
+    trees = next(c for c in found.setup.candidates if c.name == SMALL)
+    assert trees.deepest["edit"].total.accepted == (99, 98)
+    assert trees.together.total.rate == pytest.approx(0.9)
+    assert any(line.startswith(f"{SMALL}: as counted") for line in found.setup.assumptions)
+    values = {name: [r.value for r in rules] for name, rules in found.rules.items()}
+    assert "60% as given" in values["ngram"] and not any("given" in v for v in values[SMALL])
+    assert "What is accepted" not in to_html(found)
+
+
 def test_an_estimate_says_what_it_is_and_gives_the_same_advice_twice(estimate: Advice) -> None:
     assert estimate.setup.estimate and estimate.setup.assumptions
     first, _, large = estimate.batches
