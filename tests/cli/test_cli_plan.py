@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli import main
+from slipstream.plan.page import per_second, usd
 from slipstream.testing.measured import fake_bundle
 
 CONFIG = {
@@ -67,6 +69,36 @@ def test_an_estimate_needs_no_model(here: Path) -> None:
     assert [b["batch"] for b in plan["batches"]] == [1, 8, 64] and plan["estimate"]
     first = plan["batches"][0]
     assert first["cost_per_million_before"] > first["cost_per_million_after"] > 0
+
+
+def test_the_worked_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = text.split("### Worked example")[1].split("\n## ")[0]
+    told = None
+    for line in section.split("```sh\n")[1].split("```")[0].splitlines():
+        words = shlex.split(line)
+        if words[0] == "echo":
+            Path(words[3]).write_text(words[1])
+        else:
+            assert words[:2] == ["slipstream", "plan"]
+            told = json.loads(run(*words[2:], "--json").stdout)
+    assert told is not None and f"*{told['verdict']}*" in section
+    for b in told["batches"]:
+        o = b["best"] or b["options"][0]
+        plain = b["plain"]["tokens_per_second"]
+        after = o["tokens_per_second"] if b["best"] else plain
+        cells = (
+            str(b["batch"]),
+            b["regime"],
+            str(o["num_speculative_tokens"]) if b["best"] else "none",
+            f"{o['speedup']:.2f} ({o['speedup_low']:.2f}–{o['speedup_high']:.2f})",
+            f"{per_second(plain)} → {per_second(after)}",
+            f"{usd(b['cost_per_million_before'])} → {usd(b['cost_per_million_after'])}",
+        )
+        assert f"| {' | '.join(cells)} |" in section
+    extra = told["batches"][2]["extra_verify_cost"]
+    assert extra["4"] == pytest.approx(0.25, abs=0.01) and told["batches"][1]["extra_verify_cost"]["8"] < 0.01
 
 
 def test_an_estimate_imports_no_torch(here: Path) -> None:
