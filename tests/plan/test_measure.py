@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,19 @@ def test_measure_then_plan_then_goodput_on_the_command_line(
         assert plain.generate([1, 2, 1, 2, 1], SamplingParams(max_tokens=20)).tokens == adapted.tokens
 
 
+def test_what_there_is_no_room_for_is_told_before_anything_is_measured(session: Session) -> None:
+    room, slots = session.engine.context, session.engine.load.slots
+    long = replace(read_prompts()[0], messages=({"role": "user", "content": "x" * room},))
+    for plan, asked, words in (
+        (Plan(rows=(slots + 1,)), [], f"{slots + 1} rows need a session of as many"),
+        (Plan(rows=(1,), contexts=(room,)), [], f"does not fit the model's context of {room}"),
+        (Plan(rows=(1,), contexts=(8,)), [long], "small.jsonl, line 1: the prompt has"),
+        (Plan(rows=(1,), contexts=(8,)), [], "there are no prompts"),
+    ):
+        with pytest.raises(ParameterError, match=words):
+            measure(session, "x", ["ngram"], asked, plan)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -224,6 +238,9 @@ def test_measure_then_plan_then_goodput_on_the_command_line(
         (["--drafter", "ngrm"], "unknown drafter 'ngrm'; did you mean 'ngram'?"),
         (["--out", "no/where.json"], "the folder of no/where.json does not exist"),
         (["--limit", "0"], "--limit must be at least 1"),
+        (["--out", "."], ". cannot be written (it is a folder)"),
+        (["--png", "slipstream-measure.json"], "slipstream-measure.json cannot be two files"),
+        (["--drafter", " none"], "plain decoding is always measured"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_loaded(arguments: list[str], words: str) -> None:

@@ -311,7 +311,13 @@ class DraftCurve:
                 raise ParameterError(
                     f"a draft time needs rows of at least 1, 1 <= depth <= nodes and seconds, not {point}"
                 )
-            self._lines.setdefault(point.rows, {}).setdefault(point.depth, []).append(point)
+            line = self._lines.setdefault(point.rows, {}).setdefault(point.depth, [])
+            if line and line[-1].nodes == point.nodes:
+                raise ParameterError(
+                    f"the draft of {point.depth} levels and {point.nodes} tokens for {point.rows} rows is there"
+                    " twice; join its seconds"
+                )
+            line.append(point)
 
     @property
     def max_depth(self) -> int:

@@ -149,7 +149,7 @@ def read_machine(path: Path) -> Machine:
 
     def number(key: str, value: Any, least: float = _LEAST) -> float:
         known = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not known or not (0 < value or least == 0 == value):
+        if not known or not (value > 0 or least == value == 0):
             sign = "positive number" if least else "number of 0 or more"
             raise ParameterError(f"{path}: {key} must be a {sign}, not {_short(value)}")
         if not least <= value <= _MOST:

@@ -189,7 +189,7 @@ def shape_of(
         value = default if value is None else value
         if value is None:
             raise ParameterError(f"{where}: {names[0]} is missing, so the model's size is not known")
-        if isinstance(value, list) and all(map(_is_whole, value)):  # a width a layer: their mean keeps the sum
+        if isinstance(value, list) and all(map(_is_whole, value)):  # a layer's; the mean keeps the sum
             value = round(sum(value) / len(value)) if value else 0
         if not _is_whole(value) or value < 0:
             raise ParameterError(f"{where}: {used} must be a whole number, not {value!r}")

@@ -125,10 +125,11 @@ def require_room(at: Path, needed: int, what: str) -> None:
         )
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a small file so that it is whole or absent, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_through(path.with_name(f"{path.name}.{os.getpid()}.partial"), path, text.encode())
+    data = content if isinstance(content, bytes) else content.encode()
+    write_through(path.with_name(f"{path.name}.{os.getpid()}.partial"), path, data)
 
 
 def write_through(partial: Path, path: Path, data: bytes) -> None:

@@ -113,7 +113,9 @@ def measure(
     plan, progress = plan or Plan(), progress or Silent()
     before = load_reasons()
     runner = session.engine.runner
-    target_shape(runner, name)  # what it cannot tell is told before an hour has passed
+    target_shape(runner, name)  # what cannot be measured is told before an hour has passed
+    _check_room(session, plan)
+    asked = _asked(session, prompts) if drafters else []
     session.use("none")
     progress.stage("measuring memory and arithmetic", 0)
     dtype, kept = next(runner.model.parameters()).dtype, kept_as(session)
@@ -125,8 +127,9 @@ def measure(
     prefill = [
         PrefillSeconds(model="target", tokens=t, seconds=prefill_seconds(runner, t, rounds, plan.seed))
         for t in plan.prefill
+        if t <= session.engine.context
     ]
-    found = _drafters(session, drafters, prompts, plan, progress) if drafters else _Found()
+    found = _drafters(session, drafters, prompts, asked, plan, progress) if drafters else _Found()
     session.use("none")
     return bundle_of(
         session,
@@ -177,15 +180,47 @@ def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
     )
 
 
+def _check_room(session: Session, plan: Plan) -> None:
+    """ParameterError for steps that the session or the model's context has no room for."""
+    slots, context = session.engine.load.slots, session.engine.context
+    if max(plan.rows) > slots:
+        raise ParameterError(
+            f"{max(plan.rows)} rows need a session of as many, this one has {slots}: load it with"
+            f" max_rows={max(plan.rows)}"
+        )
+    longest = max(c + n for _, n, c in plan.grid)
+    if longest > context:
+        raise ParameterError(
+            f"a step of {longest} tokens, those in the cache included, does not fit the model's context of"
+            f" {context}: ask for less with --contexts and --nodes"
+        )
+
+
+def _asked(session: Session, prompts: Sequence[Row]) -> list[list[int]]:
+    """The prompts as tokens. ParameterError where there are none, or one leaves no room for an answer."""
+    if not prompts:
+        raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
+    asked, context = [question_ids(session.tokenizer, p.asked) for p in prompts], session.engine.context
+    for prompt, ids in zip(prompts, asked, strict=True):
+        if len(ids) + WARM >= context:
+            raise ParameterError(
+                f"{prompt.where}: the prompt has {len(ids)} tokens and the model's context holds {context}:"
+                " shorten it, or leave it out"
+            )
+    return asked
+
+
 # -- drafters ---------------------------------------------------------------------------------------
 
 
 def _drafters(
-    session: Session, specs: Sequence[str], prompts: Sequence[Row], plan: Plan, progress: Progress
+    session: Session,
+    specs: Sequence[str],
+    prompts: Sequence[Row],
+    asked: Sequence[Sequence[int]],
+    plan: Plan,
+    progress: Progress,
 ) -> _Found:
-    if not prompts:
-        raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
-    asked = [question_ids(session.tokenizer, p.asked) for p in prompts]
     found = _Found()
     answers: list[Recorded] | None = None
     for spec in specs:

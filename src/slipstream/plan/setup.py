@@ -157,8 +157,8 @@ def described(
         name = f"{kind}:model={draft.name}"
         if name in (c.name for c in candidates):
             raise ParameterError(
-                f"two drafts are called {draft.name}, and advice could not tell them apart: name each once, or"
-                " give their folders other names"
+                f"two drafts are called {draft.name}, and advice could not tell them apart: name each once,"
+                " or give their folders other names"
             )
         candidates.append(
             Candidate(
