@@ -314,8 +314,8 @@ class DraftCurve:
             line = self._lines.setdefault(point.rows, {}).setdefault(point.depth, [])
             if line and line[-1].nodes == point.nodes:
                 raise ParameterError(
-                    f"the draft of {point.depth} levels and {point.nodes} tokens for {point.rows} rows is there"
-                    " twice; join its seconds"
+                    f"the draft of {point.depth} levels and {point.nodes} tokens for {point.rows} rows is"
+                    " there twice; join its seconds"
                 )
             line.append(point)
 
