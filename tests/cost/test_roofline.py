@@ -199,6 +199,8 @@ def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert read_shape(tmp_path) == read_shape(tmp_path / "config.json")
     assert read_shape(tmp_path).name == tmp_path.name
+    with pytest.raises(ParameterError, match="cannot be read .File name too long."):
+        read_shape(tmp_path / ("x" * 300))
     nested = shape_of({"model_type": "gemma3", "text_config": LLAMA_8B}, "x")
     assert nested.parameters == SHAPE.parameters
 
@@ -247,8 +249,8 @@ def test_latent_attention_has_the_parameters_of_the_real_model() -> None:
     config = AutoConfig.for_model(
         "deepseek_v3", hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8,
         intermediate_size=1536, vocab_size=3000, n_routed_experts=8, n_shared_experts=1,
-        num_experts_per_tok=2, moe_intermediate_size=256, first_k_dense_replace=1, kv_lora_rank=64, q_lora_rank=96,
-        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, n_group=2, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=256, first_k_dense_replace=1, kv_lora_rank=64,
+        q_lora_rank=96, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, n_group=2, topk_group=1,
         tie_word_embeddings=False,
     )  # fmt: skip
     with torch.device("meta"):

@@ -150,7 +150,7 @@ def read_rates(text: str) -> list[float]:
         raise ParameterError(f"--acceptance must be fractions such as 0.8, not {text!r}") from None
     wrong = next((rate for rate in found if not 0 <= rate <= 1), None)
     if not found or wrong is not None:
-        hint = f" ({wrong / 100:g}?)" if wrong is not None and 1 < wrong <= 100 else ""
+        hint = f" ({wrong / 100:g}?)" if wrong is not None and 2 <= wrong <= 100 else ""
         raise ParameterError(f"--acceptance must be a fraction from 0 to 1, not {text!r}{hint}")
     return found
 

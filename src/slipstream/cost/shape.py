@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,7 @@ class ModelShape:
 
 def read_shape(path: Path, dtype: str | None = None) -> ModelShape:
     """From a config.json or the folder it is in. dtype: what the weights are kept in, if not as it says."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path  # Path.is_dir raises for a long name
     config = read_json_object(file, "a model")
     name = file.parent.name if file.name == "config.json" else file.stem
     return shape_of(config, name or "model", dtype, str(file))
@@ -211,7 +212,8 @@ def shape_of(
     family = str(config.get("model_type") or "")
     kept = _DTYPES.get(dtype, dtype) if dtype else _kept(config, where)
     if kept not in DTYPE_BYTES:
-        raise ParameterError(f"unknown dtype {kept!r}; there are {', '.join(DTYPE_BYTES)}")
+        place = "" if dtype else f"{where}: "
+        raise ParameterError(f"{place}unknown dtype {kept!r}; there are {', '.join(DTYPE_BYTES)}")
     width = number("kv_lora_rank", 0)
     latent = None
     if width:

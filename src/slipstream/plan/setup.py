@@ -111,6 +111,8 @@ def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_price(price: float | None) -> float | None:
+    if price is not None and MOST < price < float("inf"):
+        raise ParameterError(f"the price must be at most {MOST} USD an hour, not {price:g}")
     if price is not None and not 0 < price <= MOST:
         raise ParameterError(f"the price must be a positive number of USD an hour, not {price:g}")
     return price
