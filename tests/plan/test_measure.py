@@ -16,7 +16,7 @@ from slipstream import SamplingParams
 from slipstream.cli import main
 from slipstream.cost.bundle import Bundle, read_bundle
 from slipstream.engine.session import Session
-from slipstream.errors import ParameterError
+from slipstream.errors import CapacityError, ParameterError
 from slipstream.plan import measure as module
 from slipstream.plan.advise import advise
 from slipstream.plan.measure import Plan, measure, step_seconds
@@ -228,6 +228,9 @@ def test_what_there_is_no_room_for_is_told_before_anything_is_measured(session: 
     ):
         with pytest.raises(ParameterError, match=words):
             measure(session, "x", ["ngram"], asked, plan)
+    shape = module.target_shape(session.engine.runner, "x")
+    with pytest.raises(CapacityError, match="1000000000 rows of 64 tokens need .* ask for less"):
+        module.require_cache(session, shape, 10**9, 64, "ask for less")
 
 
 @pytest.mark.parametrize(

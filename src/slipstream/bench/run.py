@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -46,6 +46,7 @@ from slipstream.errors import ParameterError
 from slipstream.model.identity import identity, versions, weights_hash
 from slipstream.model.progress import Progress, Silent
 from slipstream.plan.here import load_average, load_reasons, this_machine
+from slipstream.plan.measure import require_cache, target_shape
 from slipstream.prompts.rows import Row as Prompt
 
 _WARM = 2  # passes of a row that are not steady: a drafter reads the prompt in the first
@@ -79,6 +80,9 @@ def bench(
             f"batch {max(plan.batches)} needs a session of as many rows, this one has {slots}: load it with"
             f" max_rows={max(plan.batches)}"
         )
+    with suppress(ParameterError):  # of a model whose sizes cannot be told
+        shape = target_shape(session.engine.runner, name)
+        require_cache(session, shape, max(plan.batches), plan.tokens, "ask for a smaller --batch or --tokens")
     return _Bench(session, name, plan, prompts, keep, progress or Silent()).run(minutes, command)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from slipstream.cost.machines import DTYPE_BYTES, read_json_object
 from slipstream.errors import ParameterError
@@ -242,14 +242,18 @@ def shape_of(
         dense=min(number("first_k_dense_replace", 0), layers) if experts else 0,
         wide=wide if experts else 0,
         latent=latent,
-        positions=next(
-            (v for n in _NAMES["positions"] if _is_whole(v := config.get(n)) and 0 < v <= _LARGEST), 0
-        ),
+        positions=_positions(config),
     )
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positions(config: Mapping[str, Any]) -> int:
+    """Some configs say a huge number where there is no limit."""
+    told = (config.get(name) for name in _NAMES["positions"])
+    return next((value for value in told if _is_whole(value) and 0 < value <= _LARGEST), 0)
 
 
 def _kept(config: Mapping[str, Any], where: str) -> str:
@@ -262,10 +266,10 @@ def _kept(config: Mapping[str, Any], where: str) -> str:
     method, bits = str(told.get("quant_method", "")), told.get("bits", told.get("w_bit"))
     if told.get("load_in_4bit") is True or told.get("load_in_8bit") is True:
         bits = 4 if told.get("load_in_4bit") is True else 8
-    kept = _BITS.get(bits) if _is_whole(bits) else _QUANTISED.get(method)
-    if kept is None:
+    width = _BITS.get(bits) if _is_whole(bits) else _QUANTISED.get(method)
+    if width is None:
         raise ParameterError(
             f"{where}: its weights are quantised ({method or 'it does not say how'}), in which width is not"
             " known: give --dtype (--draft-dtype for a draft) int4, int8 or float8"
         )
-    return kept
+    return width

@@ -30,12 +30,14 @@ from slipstream.cost.bundle import (
 from slipstream.cost.shape import ModelShape, shape_of
 from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Session
-from slipstream.errors import DrafterError, ParameterError
+from slipstream.errors import CapacityError, DrafterError, ParameterError
+from slipstream.model.cache import columns
 from slipstream.model.identity import versions
 from slipstream.model.pack import ROWS
-from slipstream.model.progress import Progress, Silent
+from slipstream.model.progress import Progress, Silent, size
 from slipstream.model.runner import Runner
 from slipstream.plan.here import load_reasons, this_machine
+from slipstream.plan.memory import available
 from slipstream.plan.rates import bandwidth, int8_rate, matrix_rate
 from slipstream.plan.replay import Recorded, replay
 from slipstream.plan.timing import (
@@ -113,8 +115,7 @@ def measure(
     plan, progress = plan or Plan(), progress or Silent()
     before = load_reasons()
     runner = session.engine.runner
-    target_shape(runner, name)  # what cannot be measured is told before an hour has passed
-    _check_room(session, plan)
+    _check_room(session, name, plan)  # what cannot be measured is told before an hour has passed
     asked = _asked(session, prompts) if drafters else []
     session.use("none")
     progress.stage("measuring memory and arithmetic", 0)
@@ -180,8 +181,22 @@ def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
     )
 
 
-def _check_room(session: Session, plan: Plan) -> None:
-    """ParameterError for steps that the session or the model's context has no room for."""
+def require_cache(session: Session, shape: ModelShape, rows: int, tokens: int, fix: str) -> None:
+    """CapacityError unless the memory holds so many rows of so many tokens, and the logits of a step."""
+    device = session.engine.runner.device
+    needed = rows * (columns(tokens) * shape.kv_bytes + 4 * shape.vocab)
+    there = available(str(device))
+    if needed > there:
+        raise CapacityError(
+            f"{rows} rows of {tokens} tokens need {size(round(needed))} of memory and {size(there)} are"
+            f" available: {fix}"
+        )
+
+
+def _check_room(session: Session, name: str, plan: Plan) -> None:
+    """Errors for a model whose sizes cannot be told, and for steps that the session, the model's context or
+    the memory has no room for."""
+    shape = target_shape(session.engine.runner, name)
     slots, context = session.engine.load.slots, session.engine.context
     if max(plan.rows) > slots:
         raise ParameterError(
@@ -194,6 +209,8 @@ def _check_room(session: Session, plan: Plan) -> None:
             f"a step of {longest} tokens, those in the cache included, does not fit the model's context of"
             f" {context}: ask for less with --contexts and --nodes"
         )
+    rows = len(plan.contexts) * max(plan.rows)  # all are cached at once
+    require_cache(session, shape, rows, longest, "ask for less with --rows and --contexts")
 
 
 def _asked(session: Session, prompts: Sequence[Row]) -> list[list[int]]:
@@ -255,11 +272,11 @@ def _drafters(
                 for p, c in zip(prompts, counts, strict=True)
                 if c.passes
             ]
-        size = torch.finfo(next(session.engine.runner.model.parameters()).dtype).bits // 8
+        width = torch.finfo(next(session.engine.runner.model.parameters()).dtype).bits // 8
         found.drafters.append(
             DrafterInfo(
                 drafter=spec,
-                parameters=added // size,
+                parameters=added // width,
                 memory_bytes=added,
                 kv_bytes=round(grown),
                 same_vocabulary=True,  # it was built for this target, so its drafts are in these tokens

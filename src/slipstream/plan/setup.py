@@ -151,7 +151,7 @@ def described(
         )
     rates = list(acceptance) * (wanted if len(acceptance) == 1 else 1)
     line = Roofline(machine, target)
-    candidates = []
+    candidates: list[Candidate] = []
     for draft, rate in zip(drafts, rates, strict=False):
         own = Roofline(machine, draft)
         same = _same_vocabulary(target.vocab, draft.vocab)
