@@ -350,6 +350,15 @@ def test_two_processes_do_not_write_one_bench(here: Path) -> None:
         list(disk.read_lines(here / "a.json.partial"))
 
 
+def test_a_bench_that_measured_nothing_stands_in_nobodys_way(bundle: BenchBundle, tmp_path: Path) -> None:
+    head = Head.model_validate(bundle.model_dump(include=set(Head.model_fields)))
+    Journal(tmp_path / "b.partial", head).start(bundle.sessions[0], [])
+    other = head.model_copy(update={"plan": head.plan.model_copy(update={"tokens": 99})})
+    assert Journal(tmp_path / "b.partial", other).sessions == []
+    (line,) = disk.read_lines(tmp_path / "b.partial")
+    assert line["head"]["plan"]["tokens"] == 99
+
+
 def test_a_journal_that_names_what_there_is_not_is_damaged(bundle: BenchBundle, tmp_path: Path) -> None:
     head = Head.model_validate(bundle.model_dump(include=set(Head.model_fields)))
     session, run_ = bundle.sessions[0], bundle.runs[0]
@@ -359,7 +368,7 @@ def test_a_journal_that_names_what_there_is_not_is_damaged(bundle: BenchBundle, 
         [*lines[:2], ("run", run_.model_copy(update={"setting": 99}))],
         [lines[0], lines[2]],
         lines[1:],
-        [lines[0], lines[0]],
+        [lines[0], *lines],
     ):
         path = tmp_path / "b.partial"
         path.write_text("".join(json.dumps({k: v.model_dump(mode="json")}) + "\n" for k, v in bad))

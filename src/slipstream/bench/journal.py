@@ -47,7 +47,11 @@ class Journal:
 
     def _read(self) -> bool:
         found = False
-        for line in disk.read_lines(self.path, mend=True) if self.path else ():
+        lines = list(disk.read_lines(self.path, mend=True)) if self.path else []
+        if self.path is not None and lines and not any("run" in line for line in lines):
+            self.path.unlink()  # nothing was measured, so nothing is lost if another bench takes its place
+            return False
+        for line in lines:
             try:
                 ((kind, value),) = line.items()
                 if (kind == "head") is found:

@@ -40,13 +40,12 @@ from slipstream.core.sequence import Sequence as Row
 from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.drafters import build_drafter
 from slipstream.drafters.draft_model import ModelDrafter
-from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Session
 from slipstream.errors import ParameterError
 from slipstream.model.identity import identity, versions, weights_hash
 from slipstream.model.progress import Progress, Silent
 from slipstream.plan.here import load_average, load_reasons, this_machine
-from slipstream.plan.measure import require_cache, target_shape
+from slipstream.plan.measure import questions, require_cache, target_shape
 from slipstream.prompts.rows import Row as Prompt
 
 _WARM = 2  # passes of a row that are not steady: a drafter reads the prompt in the first
@@ -106,7 +105,7 @@ class _Bench:
         self._session = session
         self._progress = progress
         session.engine.set_drafter(None)
-        asked = [question_ids(session.tokenizer, p.asked) for p in prompts]
+        asked = questions(session, prompts)
         progress.stage("loading the drafters", 0)
         self._built: dict[str, Drafter] = {}
         self._notes: list[DrafterNote] = []

@@ -33,9 +33,11 @@ class Curves:
 
         bundle = read_bundle(path)
         timed = list(dict.fromkeys(d.drafter for d in bundle.drafts))
+        if not timed:
+            raise ParameterError(f"{path} has measured no drafter: measure with --drafter NAME")
         if not drafter and len(timed) != 1:
             raise ParameterError(
-                f"{path} has measured {len(timed)} drafters ({', '.join(timed) or 'none'}): name one with"
+                f"{path} has measured {len(timed)} drafters ({', '.join(timed)}): name one with"
                 " goodput:drafter=NAME"
             )
         name = drafter or timed[0]

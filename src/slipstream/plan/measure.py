@@ -116,7 +116,7 @@ def measure(
     before = load_reasons()
     runner = session.engine.runner
     _check_room(session, name, plan)  # what cannot be measured is told before an hour has passed
-    asked = _asked(session, prompts) if drafters else []
+    asked = questions(session, prompts) if drafters else []
     session.use("none")
     progress.stage("measuring memory and arithmetic", 0)
     dtype, kept = next(runner.model.parameters()).dtype, kept_as(session)
@@ -213,8 +213,9 @@ def _check_room(session: Session, name: str, plan: Plan) -> None:
     require_cache(session, shape, rows, longest, "ask for less with --rows and --contexts")
 
 
-def _asked(session: Session, prompts: Sequence[Row]) -> list[list[int]]:
-    """The prompts as tokens. ParameterError where there are none, or one leaves no room for an answer."""
+def questions(session: Session, prompts: Sequence[Row]) -> list[list[int]]:
+    """The prompts as tokens. ParameterError where there are none, or one leaves no room for an answer, by its
+    place."""
     if not prompts:
         raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
     asked, context = [question_ids(session.tokenizer, p.asked) for p in prompts], session.engine.context
