@@ -213,14 +213,14 @@ def _check_room(session: Session, name: str, plan: Plan) -> None:
     require_cache(session, shape, rows, longest, "ask for less with --rows and --contexts")
 
 
-def questions(session: Session, prompts: Sequence[Row]) -> list[list[int]]:
-    """The prompts as tokens. ParameterError where there are none, or one leaves no room for an answer, by its
-    place."""
+def questions(session: Session, prompts: Sequence[Row], room: int = WARM + 1) -> list[list[int]]:
+    """The prompts as tokens. ParameterError where there are none, or one leaves no room for `room` tokens of
+    an answer, by its place."""
     if not prompts:
         raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
     asked, context = [question_ids(session.tokenizer, p.asked) for p in prompts], session.engine.context
     for prompt, ids in zip(prompts, asked, strict=True):
-        if len(ids) + WARM >= context:
+        if len(ids) + room > context:
             raise ParameterError(
                 f"{prompt.where}: the prompt has {len(ids)} tokens and the model's context holds {context}:"
                 " shorten it, or leave it out"

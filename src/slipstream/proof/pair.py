@@ -91,7 +91,7 @@ class _Prover:
         plain = isinstance(self.drafter, NoDrafter)
         self.own: list[tuple[str, Drafter]] = [] if plain else [(spec, self.drafter)]
         self.asked = asked[: plan.prompts]
-        self.prompts = questions(session, self.asked)
+        self.prompts = questions(session, self.asked, plan.horizon)
         self.began = time.monotonic()
         self.deadline = self.began + 60.0 * plan.minutes
         self.numbers: Iterator[int] = itertools.count(plan.seed << 32)
@@ -206,7 +206,8 @@ class _Prover:
         self.progress.stage("drawing samples", planned * plan.samples, "samples")
         seen = 0
         for setting, params in LAWS.items():
-            text = undecided_text(reference, self.prompts, outputs, params.temperature, plan.samples)
+            longest = self.session.engine.context - plan.horizon
+            text = undecided_text(reference, self.prompts, outputs, params.temperature, plan.samples, longest)
             law = enumerate_law(reference, text, params, plan.horizon)
             probes = (Drawn(law, tree=False), Drawn(law, tree=True), Likeliest(law))
             for name, drafter in (*((p.name, p) for p in probes), *self.own):
