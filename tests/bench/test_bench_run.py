@@ -16,7 +16,7 @@ import slipstream
 import sweep
 from slipstream import SamplingParams
 from slipstream.bench import run as module
-from slipstream.bench.bundle import BenchBundle, Plan, read_bench
+from slipstream.bench.bundle import BenchBundle, Head, Plan, read_bench
 from slipstream.bench.journal import Journal, journal_of, keep_bundle
 from slipstream.bench.plan import make_units
 from slipstream.bench.run import bench
@@ -25,6 +25,7 @@ from slipstream.cli import main
 from slipstream.core.stats import DraftCounts
 from slipstream.engine.session import Session
 from slipstream.errors import DrafterError, ParameterError
+from slipstream.model import disk
 from slipstream.plan import measure as measuring
 from slipstream.plan.rates import bandwidth, matrix_rate
 from slipstream.prompts.rows import Row
@@ -353,6 +354,8 @@ def test_other_tokens_than_plain_decodings_end_with_status_one(
         (["--model", "x", "--drafter", "ngram", "--out", "no/b.json"], "the folder of no/b.json does not"),
         (["--model", "x", "--drafter", "ngram", "--baseline", "p.jsonl"], "p.jsonl is not a bench bundle of"),
         (["--model", "x", "--drafter", "ngram", "--measurement", "p.jsonl"], "p.jsonl is not a measurement"),
+        (["--model", "x", "--drafter", "ngram", "--out", "."], ". cannot be written (it is a folder)"),
+        (["--model", "x", "--drafter", "ngram", "--html", "slipstream-bench.json"], "cannot be two files"),
         (["--bundle", "none.json"], "none.json cannot be read"),
         (["--bundle", "p.jsonl", "--model", "x"], "--bundle measures nothing"),
         (["--model", "x", "--replay", "ngram"], "--replay needs --bundle FILE"),
@@ -363,6 +366,41 @@ def test_mistakes_are_one_line_and_exit_status_two(here: Path, arguments: list[s
     got = run(*arguments)
     assert got.exit_code == 2 and got.stdout == "", got.stderr
     assert words in got.stderr and got.stderr.count("\n") == 1
+
+
+def test_two_processes_do_not_write_one_bench(here: Path) -> None:
+    with disk.held(journal_of(Path("a.json"))):
+        got = run("--model", "x", "--drafter", "ngram", "--out", "a.json")
+    assert got.exit_code == 2 and "another slipstream process is writing a.json.partial" in got.stderr
+    (here / "a.json.partial").mkdir()
+    with pytest.raises(ParameterError, match="a.json.partial cannot be read"):
+        list(disk.read_lines(here / "a.json.partial"))
+
+
+def test_a_bench_that_measured_nothing_stands_in_nobodys_way(bundle: BenchBundle, tmp_path: Path) -> None:
+    head = Head.model_validate(bundle.model_dump(include=set(Head.model_fields)))
+    Journal(tmp_path / "b.partial", head).start(bundle.sessions[0], [])
+    other = head.model_copy(update={"plan": head.plan.model_copy(update={"tokens": 99})})
+    assert Journal(tmp_path / "b.partial", other).sessions == []
+    (line,) = disk.read_lines(tmp_path / "b.partial")
+    assert line["head"]["plan"]["tokens"] == 99
+
+
+def test_a_journal_that_names_what_there_is_not_is_damaged(bundle: BenchBundle, tmp_path: Path) -> None:
+    head = Head.model_validate(bundle.model_dump(include=set(Head.model_fields)))
+    session, run_ = bundle.sessions[0], bundle.runs[0]
+    lines = [("head", head), ("session", session), ("run", run_)]
+    for bad in (
+        [*lines[:2], ("run", run_.model_copy(update={"unit": 99}))],
+        [*lines[:2], ("run", run_.model_copy(update={"setting": 99}))],
+        [lines[0], lines[2]],
+        lines[1:],
+        [lines[0], *lines],
+    ):
+        path = tmp_path / "b.partial"
+        path.write_text("".join(json.dumps({k: v.model_dump(mode="json")}) + "\n" for k, v in bad))
+        with pytest.raises(ParameterError, match="b.partial is damaged: delete it"):
+            Journal(path, head)
 
 
 def test_another_models_baseline_is_refused_before_anything_is_measured(

@@ -351,6 +351,7 @@ def test_a_bundle_is_the_same_after_a_file(before: BenchBundle, tmp_path: Path) 
             lambda v: v["runs"][9]["answers"][0]["counts"].update(accepted_at=[10**6] * 2),
             "runs.9: acceptance counts at position 1 must hold",
         ),
+        (lambda v: v["runs"].append(v["runs"][0]), "runs: one of them is there twice"),
         (lambda v: v.update(runs=[r for r in v["runs"] if r["setting"]]), "plain decoding is not among them"),
     ],
 )

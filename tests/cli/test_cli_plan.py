@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli import main
+from slipstream.cli.plan import check_outputs
+from slipstream.errors import ParameterError
 from slipstream.plan.page import per_second, usd
 from slipstream.testing.measured import fake_bundle
 
@@ -172,6 +175,11 @@ def test_mistakes_are_one_line_and_exit_status_two(here: Path, arguments: list[s
         ([], "--gpu and --model-config and --acceptance missing"),
         (["--gpu", "h100"], "--model-config and --acceptance missing"),
         (["--measured", "m.json", "--gpu", "h100"], "--gpu is for an estimate"),
+        (["--measured", "m.json", "--gpu-count", "2"], "--gpu-count is for an estimate"),
+        (["--measured", "m.json", "--draft-dtype", "int8"], "--draft-dtype is for an estimate"),
+        (["--measured", "m.json", "--prompt-tokens", "0"], "prompt tokens must be at least 1, not 0"),
+        (["--measured", "m.json", "--measured", "./m.json"], "m.json is given twice"),
+        (["--measured", "."], ". cannot be read (Is a directory)"),
         (["--measured", "m.json", "--batch", "32"], "batch 32 was not measured, the most is 8 rows"),
         (["--measured", "none.json"], "none.json cannot be read"),
         (["--measured", "big.json"], "big.json is not a measurement of version 1: kind: Field required"),
@@ -186,6 +194,25 @@ def test_what_is_missing_is_named(here: Path, arguments: list[str], words: str) 
 
 def test_a_report_that_cannot_be_written_leaves_nothing(here: Path) -> None:
     (here / "taken").mkdir()
-    got = run("--measured", "m.json", "--html", "taken")
-    assert got.exit_code == 2 and "taken cannot be written" in got.stderr
-    assert not [p for p in here.iterdir() if "partial" in p.name]
+    os.mkfifo(here / "pipe")
+    for place, words in (
+        ("taken", "taken cannot be written (it is a folder)"),
+        ("pipe", "pipe cannot be written (it is no ordinary file)"),
+        ("x" * 300, "cannot be written (File name too long)"),
+        ("m.json/r.html", "the folder of m.json/r.html does not exist"),
+    ):
+        got = run("--measured", "m.json", "--html", place)
+        assert got.exit_code == 2 and got.stdout == "" and words in got.stderr
+    with pytest.raises(ParameterError, match="a.json cannot be two files"):
+        check_outputs(Path("a.json"), None, Path("./a.json"))
+    assert {p.name for p in here.iterdir()} == {"big.json", "small.json", "m.json", "taken", "pipe"}
+
+
+def test_names_are_shown_as_they_are(here: Path) -> None:
+    bundle = fake_bundle(
+        prices={"draft_model:model=a[b]": 0.015}, rates={"draft_model:model=a[b]": {"[/x] $a$": (0.8,)}}
+    )
+    (here / "odd.json").write_text(bundle.model_dump_json())
+    got = run("--measured", "odd.json", "--html", "odd.html")
+    assert got.exit_code == 0 and "--drafter draft_model:model=a[b] " in got.stdout
+    assert "[/x] $a$" in (here / "odd.html").read_text()

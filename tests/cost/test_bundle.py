@@ -90,9 +90,18 @@ def test_a_scattered_measurement_says_so() -> None:
 
 
 def test_several_files_are_one(tmp_path: Path) -> None:
-    paths = [written(tmp_path, raw(), f"{i}.json") for i in range(2)]
+    counted = [raw(), raw(acceptance=[counts(3, "a"), counts(5, "a")])]
+    paths = [written(tmp_path, value, f"{i}.json") for i, value in enumerate(counted)]
     both = read_bundles(paths)
-    assert both.steps[0].seconds == [1.0, 1.1, 1.0] * 2 and len(both.acceptance) == 6
+    # what is counted of the same answer again tells nothing new
+    assert both.steps[0].seconds == [1.0, 1.1, 1.0] * 2 and [a.passes for a in both.acceptance] == [
+        3,
+        4,
+        4,
+        5,
+    ]
+    with pytest.raises(ParameterError, match="0.json is given twice"):
+        read_bundles([paths[0], *paths])
     assert both.drafts[0].seconds == [0.2, 0.3, 0.2] * 2
     other = Bundle.model_validate(raw(machine={"name": "other box", "threads": 2}))
     with pytest.raises(ParameterError, match="differ in machine.name: box and other box"):
@@ -126,6 +135,27 @@ def test_files_that_are_no_measurement_at_all(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ParameterError, match="it is not text"):
         read_bundle(tmp_path / "bytes.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"steps": [{"rows": 1, "nodes": 1, "context": 0, "seconds": [1.0]}] * 2}, "is there twice"),
+        (
+            {"drafts": [{"drafter": "d", "rows": 1, "depth": 1, "nodes": 1, "seconds": [1.0]}] * 2},
+            "is there t",
+        ),
+        (
+            {"drafts": [{"drafter": "d", "rows": 1, "depth": 3, "nodes": 2, "seconds": [1.0]}]},
+            "depth <= nodes",
+        ),
+    ],
+)
+def test_what_makes_no_curve_is_told_when_the_file_is_read(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ParameterError, match=f"m.json: .*{words}"):
+        read_bundle(written(tmp_path, raw(**change)))
 
 
 def test_counts_that_contradict_each_other_are_told(tmp_path: Path) -> None:

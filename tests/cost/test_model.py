@@ -105,6 +105,19 @@ def flat(c: float) -> tuple[Costs, DraftCurve]:
     return Costs(step), DraftCurve([DraftPoint(r, d, d, c * d) for r in (1, 8) for d in (1, 16)])
 
 
+@pytest.mark.parametrize(("gamma", "c"), [(-1, 0.1), (3, -0.4), (3, math.nan), (3, math.inf)])
+def test_lengths_and_costs_below_nothing_are_refused(gamma: int, c: float) -> None:
+    for formula in (model.speedup, model.operations):
+        with pytest.raises(ParameterError, match="must be"):
+            formula(0.8, gamma, c)
+
+
+def test_an_interval_of_times_that_scatter_wildly_is_still_above_nothing() -> None:
+    wild = StepCurve([Point(1, n, 0, 1.0, error=1e6, count=3) for n in (1, 2, 4)])
+    found = model.predict(Costs(wild), flat(0.1)[1], Acceptance.synthetic([0.8], 3), 1, 3)
+    assert 0 < found.low < found.speedup < found.high < 100
+
+
 def test_with_a_flat_curve_and_one_rate_the_prediction_is_the_classic_formula() -> None:
     costs, drafter = flat(0.1)
     for alpha, gamma in itertools.product((0.5, 0.9), (1, 4, 8)):

@@ -168,10 +168,22 @@ def test_a_described_machine(tmp_path: Path) -> None:
         ("bandwidth_gbs", "fast", "bandwidth_gbs must be a positive number"),
         ("tflops", {}, "tflops must be like"),
         ("memory_gb", None, "memory_gb"),
+        ("bandwidth_gbs", 1e300, "which no machine has: check its unit"),
+        ("bandwidth_gbs", 1e-300, "which no machine has: check its unit"),
+        ("tflops", {"float32": 10**400}, "which no machine has: check its unit"),
+        ("tflops", {"float32": float("nan")}, "must be a positive number, not nan"),
+        ("pirce", 1, "unknown field 'pirce'; there are name"),
+        ("name", ["x"], "name must be a text"),
+        ("layer_seconds", -1, "layer_seconds must be a number of 0 or more"),
     ):
         file.write_text(json.dumps({**told, key: value}))
         with pytest.raises(ParameterError, match=words):
             read_machine(file)
+    file.write_text(json.dumps({**told, "layer_seconds": 0}))
+    assert read_machine(file).layer_seconds == 0  # as a CPU's is
+    for count, words in ((0, "at least 1, not 0"), (10**400, "at most 1000000")):
+        with pytest.raises(ParameterError, match=words):
+            machine.times(count)
     file.write_text(json.dumps({"name": "x"}))
     with pytest.raises(ParameterError, match="memory_gb is missing"):
         read_machine(file)
@@ -187,6 +199,8 @@ def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert read_shape(tmp_path) == read_shape(tmp_path / "config.json")
     assert read_shape(tmp_path).name == tmp_path.name
+    with pytest.raises(ParameterError, match="cannot be read .File name too long."):
+        read_shape(tmp_path / ("x" * 300))
     nested = shape_of({"model_type": "gemma3", "text_config": LLAMA_8B}, "x")
     assert nested.parameters == SHAPE.parameters
 
@@ -198,11 +212,74 @@ def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
         ({"vocab_size": "many"}, "vocab_size must be a whole number"),
         ({"torch_dtype": "float7"}, "unknown dtype 'float7'"),
+        ({"text_config": "llama"}, "text_config must be an object"),
+        ({"num_attention_heads": [8, "x"]}, "num_attention_heads must be a whole number"),
+        ({"hidden_size": 10**400}, "hidden_size is more than any model has"),
+        ({"num_experts": 8, "num_experts_per_tok": 0}, "num_experts_per_tok must be at least 1"),
+        ({"quantization_config": {"quant_method": "odd"}}, "quantised .odd., in which width is not known"),
     ],
 )
 def test_a_config_that_says_too_little_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(ParameterError, match=words):
         shape_of({**LLAMA_8B, **change}, "x")
+
+
+def test_a_mixture_with_latent_attention_is_the_published_size() -> None:
+    # config.json of DeepSeek-V3: 671 billion parameters of which 37 see a token (arXiv 2412.19437, embeddings
+    # counted once more there), 576 cached numbers a token and layer (512 + 64)
+    shape = shape_of(
+        {
+            "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,
+            "vocab_size": 129280, "tie_word_embeddings": False, "n_routed_experts": 256,
+            "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "quantization_config": {"quant_method": "fp8"},
+        },
+        "v3",
+    )  # fmt: skip
+    assert shape.parameters == pytest.approx(671e9, rel=0.002)
+    assert shape.active_parameters + shape.vocab * shape.hidden == pytest.approx(37e9, rel=0.02)
+    assert shape.kv_bytes == 61 * 576 * 2 and shape.dtype == "float8"
+    assert shape.read_bytes(1) < 0.06 * shape.weight_bytes < shape.read_bytes(4096) < shape.weight_bytes
+
+
+def test_latent_attention_has_the_parameters_of_the_real_model() -> None:
+    config = AutoConfig.for_model(
+        "deepseek_v3", hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8,
+        intermediate_size=1536, vocab_size=3000, n_routed_experts=8, n_shared_experts=1,
+        num_experts_per_tok=2, moe_intermediate_size=256, first_k_dense_replace=1, kv_lora_rank=64,
+        q_lora_rank=96, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, n_group=2, topk_group=1,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = sum(p.numel() for p in model.parameters())
+    assert shape_of(config.to_dict(), "v3").parameters == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("told", "dtype"),
+    [
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "awq", "w_bit": 4}, "int4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4"),
+        ({"quant_method": "mxfp4"}, "int4"),
+    ],
+)
+def test_a_quantised_checkpoint_is_read_as_what_it_is(told: dict[str, object], dtype: str) -> None:
+    config = {**LLAMA_8B, "torch_dtype": "bfloat16", "quantization_config": told}
+    assert shape_of(config, "x").dtype == dtype
+    assert shape_of(config, "x", "bfloat16").weight_bytes > shape_of(config, "x").weight_bytes
+
+
+def test_heads_are_the_embedding_where_the_family_has_them_so() -> None:
+    plain = {k: v for k, v in LLAMA_8B.items() if k != "tie_word_embeddings"}
+    assert shape_of({**plain, "model_type": "gemma2"}, "x").tied and not shape_of(plain, "x").tied
+    assert not shape_of({**plain, "model_type": "phi"}, "x").tied
+    one = {k: v for k, v in plain.items() if k != "num_key_value_heads"}
+    assert shape_of({**one, "model_type": "falcon", "multi_query": True}, "x").kv_heads == 1
 
 
 def test_curves_take_arrays() -> None:

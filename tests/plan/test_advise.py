@@ -307,11 +307,66 @@ def test_batches_that_cannot_be_advised(bundle: Bundle, batches: list[int], word
         measured(bundle, batches)
 
 
+def test_where_drafting_stops_is_told_to_the_batch(estimate: Advice) -> None:
+    setup, off = estimate.setup, estimate.off_from
+    assert off is not None and off > 16
+
+    def best(batch: int) -> float:
+        return max(
+            best_length(setup.costs, c.draft, c.together, batch, c.longest).speedup for c in setup.candidates
+        )
+
+    assert best(off) < WORTH <= best(off - 1)
+    far = advise(described(FOUR, TARGET, [DRAFT], [[0.8]], [1, 5000]))
+    assert far.off_from == off and far.looked_to == 5000
+    from_four = advise(measured(fake_bundle(rows=(4, 8)), [4, 8]))
+    assert min(batch for batch, _ in next(iter(from_four.by_batch.values()))) == 4
+
+
+def test_a_model_that_does_not_fit_is_said_in_the_verdict() -> None:
+    verdict = advise(described(MACHINES["t4"], TARGET, [DRAFT], [[0.8]], [1])).verdict
+    assert verdict.endswith("It does not fit in memory at batch 1.")
+
+
+def test_a_draft_of_other_words_is_advised_with_a_drafter_that_translates() -> None:
+    other = shape_of({**TINY, "vocab_size": 32000}, "other")
+    (option,) = advise(described(FOUR, TARGET, [other], [[0.8]], [1])).batches[0].options
+    assert option.flags.startswith("--drafter crossvocab:model=other ")
+
+
+def test_a_context_that_was_not_measured_is_said(bundle: Bundle) -> None:
+    assert measured(bundle, [1]).assumptions == ()
+    (longer,) = measured(bundle, [1], context=4096).assumptions
+    assert "is no longer than at 256" in longer and "--contexts 256,4096" in longer
+    (shorter,) = measured(bundle, [1], context=16).assumptions
+    assert "takes what one at 256 does" in shorter
+    short = replace(TARGET, positions=1000)
+    told = described(FOUR, short, [DRAFT], [[0.8]], [1], context=1001).assumptions
+    assert any("though its config says 1000 positions" in line for line in told)
+
+
 def test_what_cannot_be_planned_is_refused(bundle: Bundle) -> None:
     with pytest.raises(ParameterError, match="price must be a positive"):
         measured(bundle, [1], price=-1)
     with pytest.raises(ParameterError, match="2 drafts need one --acceptance"):
         described(FOUR, TARGET, [DRAFT, DRAFT], [[0.5]] * 3, [1])
+    for more, words in (
+        ({"context": 0}, "context must be at least 1"),
+        ({"context": 10**400}, "context must be at most"),
+        ({"prompt_tokens": -5}, "prompt tokens must be at least 1, not -5"),
+        ({"price": float("nan")}, "price must be a positive"),
+        ({"price": 1e300}, "price must be at most"),
+    ):
+        with pytest.raises(ParameterError, match=words):
+            measured(bundle, [1], **more)
+        with pytest.raises(ParameterError, match=words):
+            described(FOUR, TARGET, [DRAFT], [[0.5]], [1], **more)
+    with pytest.raises(ParameterError, match="at most 1000000000"):
+        described(FOUR, TARGET, [DRAFT], [[0.5]], [10**400])
+    with pytest.raises(ParameterError, match="two drafts are called tiny"):
+        described(FOUR, TARGET, [DRAFT, DRAFT], [[0.5]], [1])
+    with pytest.raises(ParameterError, match="batch 1 was not measured, the least is 4 rows"):
+        measured(fake_bundle(rows=(4, 8)), [1, 4])
     with pytest.raises(ParameterError, match="no drafter has both"):
         measured(bundle.model_copy(update={"drafts": []}), [1])
     with pytest.raises(ParameterError, match="at least one prompt"):

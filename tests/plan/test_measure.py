@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from slipstream import SamplingParams
 from slipstream.cli import main
 from slipstream.cost.bundle import Bundle, read_bundle
 from slipstream.engine.session import Session
-from slipstream.errors import ParameterError
+from slipstream.errors import CapacityError, ParameterError
 from slipstream.plan import drawing
 from slipstream.plan import measure as module
 from slipstream.plan.advise import advise
@@ -232,6 +233,22 @@ def test_charts_that_cannot_be_drawn_are_told_before_a_model_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_there_is_no_room_for_is_told_before_anything_is_measured(session: Session) -> None:
+    room, slots = session.engine.context, session.engine.load.slots
+    long = replace(read_prompts()[0], messages=({"role": "user", "content": "x" * room},))
+    for plan, asked, words in (
+        (Plan(rows=(slots + 1,)), [], f"{slots + 1} rows need a session of as many"),
+        (Plan(rows=(1,), contexts=(room,)), [], f"does not fit the model's context of {room}"),
+        (Plan(rows=(1,), contexts=(8,)), [long], "small.jsonl, line 1: the prompt has"),
+        (Plan(rows=(1,), contexts=(8,)), [], "there are no prompts"),
+    ):
+        with pytest.raises(ParameterError, match=words):
+            measure(session, "x", ["ngram"], asked, plan)
+    shape = module.target_shape(session.engine.runner, "x")
+    with pytest.raises(CapacityError, match="1000000000 rows of 64 tokens need .* ask for less"):
+        module.require_cache(session, shape, 10**9, 64, "ask for less")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -240,6 +257,9 @@ def test_charts_that_cannot_be_drawn_are_told_before_a_model_is_loaded(
         (["--drafter", "ngrm"], "unknown drafter 'ngrm'; did you mean 'ngram'?"),
         (["--out", "no/where.json"], "the folder of no/where.json does not exist"),
         (["--limit", "0"], "--limit must be at least 1"),
+        (["--out", "."], ". cannot be written (it is a folder)"),
+        (["--png", "slipstream-measure.json"], "slipstream-measure.json cannot be two files"),
+        (["--drafter", " none"], "plain decoding is always measured"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_loaded(arguments: list[str], words: str) -> None:

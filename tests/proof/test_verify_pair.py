@@ -194,3 +194,15 @@ def test_no_prompts_and_no_such_rule_are_refused(folder: Path) -> None:
         slipstream.verify_pair(folder, prompts=[], plan=QUICK)
     with pytest.raises(ParameterError, match="rule must be one of"):
         slipstream.verify_pair("no-such-model", rule="nothing")
+
+
+def test_prompts_at_the_end_of_the_context(folder: Path) -> None:
+    """Whatever is drawn has room for the whole horizon, or is refused: a law cut short has other cells."""
+    row = Row(({"role": "user", "content": "ab" * 10},), "p.txt, line 1")
+    with slipstream.load(folder) as session:
+        length = len(question_ids(session.tokenizer, row.asked))
+    plan = replace(QUICK, prompts=1)
+    proof = slipstream.verify_pair(folder, "ngram", prompts=[row], plan=plan, context=length + plan.horizon)
+    assert proof.verdict == "verified" and all(law.horizon == plan.horizon for law in proof.laws)
+    with pytest.raises(ParameterError, match="p.txt, line 1: the prompt has"):
+        slipstream.verify_pair(folder, "ngram", prompts=[row], plan=plan, context=length + plan.horizon - 1)

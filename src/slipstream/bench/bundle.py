@@ -261,6 +261,9 @@ class BenchBundle(Head):
         for i, unit in enumerate(self.units):
             if max(unit.prompts) >= len(self.prompts):
                 raise ValueError(f"units.{i}: there is no prompt {max(unit.prompts)}")
+        done = [(run.round, run.unit, run.setting) for run in self.runs]
+        if len(set(done)) < len(done):
+            raise ValueError("runs: one of them is there twice")
         counts = {"setting": len(self.settings), "unit": len(self.units), "session": len(self.sessions)}
         for i, run in enumerate(self.runs):
             for name, count in counts.items():

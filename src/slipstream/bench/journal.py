@@ -47,11 +47,17 @@ class Journal:
 
     def _read(self) -> bool:
         found = False
-        for line in disk.read_lines(self.path, mend=True) if self.path else ():
+        lines = list(disk.read_lines(self.path, mend=True)) if self.path else []
+        if self.path is not None and lines and not any("run" in line for line in lines):
+            self.path.unlink()  # nothing was measured, so nothing is lost if another bench takes its place
+            return False
+        for line in lines:
             try:
                 ((kind, value),) = line.items()
+                if (kind == "head") is found:
+                    raise ValueError("a bench begins with its head, and has one")
                 self._take(kind, value)
-            except (ValidationError, ValueError, AttributeError, KeyError) as error:
+            except (ValidationError, ValueError, AttributeError, KeyError, TypeError) as error:
                 if isinstance(error, ParameterError):
                     raise
                 raise ParameterError(
@@ -70,6 +76,11 @@ class Journal:
             self.drafters[note.drafter] = note
         else:
             run = {"run": Run}[kind].model_validate(value)
+            places = (run.setting, len(self.head.settings)), (run.session, len(self.sessions))
+            if any(place >= count for place, count in places) or run.unit >= len(self.head.units):
+                raise ValueError("a run of what there is not")
+            if [a.prompt for a in run.answers] != self.head.units[run.unit].prompts:
+                raise ValueError("answers to other prompts")
             self.runs[run.round, run.unit, run.setting] = run
 
     def _same(self, then: Head) -> None:

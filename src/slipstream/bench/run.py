@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -40,12 +40,12 @@ from slipstream.core.sequence import Sequence as Row
 from slipstream.core.stats import DraftCounts, Seconds
 from slipstream.drafters import build_drafter
 from slipstream.drafters.draft_model import ModelDrafter
-from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Session
 from slipstream.errors import ParameterError
 from slipstream.model.identity import identity, versions, weights_hash
 from slipstream.model.progress import Progress, Silent
 from slipstream.plan.here import load_average, load_reasons, this_machine
+from slipstream.plan.measure import questions, require_cache, target_shape
 from slipstream.prompts.rows import Row as Prompt
 
 _WARM = 2  # passes of a row that are not steady: a drafter reads the prompt in the first
@@ -79,6 +79,9 @@ def bench(
             f"batch {max(plan.batches)} needs a session of as many rows, this one has {slots}: load it with"
             f" max_rows={max(plan.batches)}"
         )
+    with suppress(ParameterError):  # of a model whose sizes cannot be told
+        shape = target_shape(session.engine.runner, name)
+        require_cache(session, shape, max(plan.batches), plan.tokens, "ask for a smaller --batch or --tokens")
     return _Bench(session, name, plan, prompts, keep, progress or Silent()).run(minutes, command)
 
 
@@ -102,7 +105,7 @@ class _Bench:
         self._session = session
         self._progress = progress
         session.engine.set_drafter(None)
-        asked = [question_ids(session.tokenizer, p.asked) for p in prompts]
+        asked = questions(session, prompts)
         progress.stage("loading the drafters", 0)
         self._built: dict[str, Drafter] = {}
         self._notes: list[DrafterNote] = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.measure import numbers
-from slipstream.cli.plan import write
+from slipstream.cli.plan import check_outputs, write
 from slipstream.cli.request import MOST_THREADS, DeviceOption, DtypeOption, ThreadsOption, TrustOption
 from slipstream.errors import ParameterError
 
@@ -118,9 +118,7 @@ def bench(
     A run that was killed or whose --minutes were over goes on with the same command. Exit status 1 where
     tokens differ from plain decoding's that must not.
     """
-    for file in (out, html):
-        if file is not None and not file.parent.is_dir():
-            raise ParameterError(f"the folder of {file} does not exist: make it, or write elsewhere")
+    check_outputs(*([html] if bundle is not None else [out, html]))
     if html is not None:
         from slipstream.plan.drawing import require_charts
 
@@ -148,10 +146,12 @@ def bench(
     plan = _plan(drafter or [], length, controller or [], temperature, batch, tokens, rounds, seed)
     asked = choose(prompts, task or [], limit)
     load: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    found = _measure(model, plan, asked, out, minutes, threads, load, measured, before)
-    from slipstream.bench.journal import keep_bundle
+    from slipstream.bench.journal import journal_of, keep_bundle
+    from slipstream.model import disk
 
-    keep_bundle(out, found)
+    with disk.held(journal_of(out)):
+        found = _measure(model, plan, asked, out, minutes, threads, load, measured, before)
+        keep_bundle(out, found)
     typer.echo(f"kept in {out}", err=True)
     _tell(found, measured, before, html, json_)
 

@@ -37,6 +37,8 @@ def show(report: Report) -> None:
 
 
 def _condition(report: Report, batch: int, temperature: float) -> Table:
+    from rich.markup import escape
+
     from slipstream.bench.report import times
     from slipstream.cli.output import plain_table
     from slipstream.plan.page import per_second
@@ -44,15 +46,15 @@ def _condition(report: Report, batch: int, temperature: float) -> Table:
     summary = report.summary
     tasks = summary.tasks if len(summary.tasks) > 1 else []
     warm = f", TEMPERATURE {temperature:g}" if temperature else ""
-    heads = ["TOKENS", *(t.upper() for t in tasks), "TIMES AS FAST", "DECODING", "TOK/S", "TAU"]
+    heads = ["TOKENS", *(escape(t.upper()) for t in tasks), "TIMES AS FAST", "DECODING", "TOK/S", "TAU"]
     table = plain_table(f"\nBATCH {batch}{warm}", *(f"\n{h}" for h in (*heads, "DRAFT", "SAME")))
     for cell in summary.at(batch, temperature):
         setting, split = cell.setting, cell.split
         own = [summary.of(setting, t) for t in tasks]
-        share = split["drafter"] / sum(split.values())
+        share = split["drafter"] / (sum(split.values()) or 1.0)
         table.add_row(
-            setting.drafter if not setting.plain else "plain",
-            setting.how,
+            escape(setting.drafter) if not setting.plain else "plain",
+            escape(setting.how),
             *("" if c is None or setting.plain else f"{c.speedup.value:.2f}" for c in own),
             "1" if setting.plain else times(cell.speedup),
             "1" if setting.plain else f"{cell.decoding.value:.2f}",
@@ -82,6 +84,8 @@ def _replayed(report: Report) -> None:
 
 
 def _comparison(report: Report) -> None:
+    from rich.markup import escape
+
     from slipstream.cli.output import plain_table, stdout
 
     console, found = stdout(), report.comparison
@@ -95,7 +99,7 @@ def _comparison(report: Report) -> None:
         for c in told:
             interval = f"{c.low:+.1%} to {c.high:+.1%}"
             table.add_row(
-                c.name, f"{c.before:.2f}", f"{c.after:.2f}", f"{c.change:+.1%}", interval, c.verdict
+                escape(c.name), f"{c.before:.2f}", f"{c.after:.2f}", f"{c.change:+.1%}", interval, c.verdict
             )
         console.print(table)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.plan import write
+from slipstream.cli.plan import check_outputs, write
 from slipstream.cli.request import (
     MOST_THREADS,
     DeviceOption,
@@ -82,9 +82,7 @@ def measure(
     if threads is not None and threads > MOST_THREADS:
         raise ParameterError(f"--threads must be at most {MOST_THREADS}, not {threads}")
     asked = read_prompts(prompts, limit)
-    for file in (out, png):
-        if file is not None and not file.parent.is_dir():
-            raise ParameterError(f"the folder of {file} does not exist: make it, or write elsewhere")
+    check_outputs(out, png)
     if png is not None:
         from slipstream.plan.drawing import require_charts
 
@@ -97,7 +95,10 @@ def measure(
     from slipstream.drafters import configure
 
     check_precision(weights, embedding)
-    for spec in drafter or []:  # a mistyped one is told before anything is loaded
+    specs = list(dict.fromkeys(spec.strip() for spec in drafter or []))
+    for spec in specs:  # a mistyped one is told before anything is loaded
+        if spec == "none":
+            raise ParameterError("plain decoding is always measured: leave out --drafter none")
         configure(spec)
     with progress() as drawn:
         drawn.stage(f"looking for {model}", 0)
@@ -118,7 +119,7 @@ def measure(
             "trust_remote_code": trust_remote_code,
         }
         with slipstream.load(model, max_rows=max(plan.rows), progress=drawn, **options) as session:
-            bundle = take(session, model, drafter or [], asked, plan, drawn)
+            bundle = take(session, model, specs, asked, plan, drawn)
     write(out, bundle.model_dump_json(indent=1) + "\n")
     if png is not None:
         _draw(png, bundle)
@@ -145,6 +146,8 @@ def _draw(path: Path, bundle: Bundle) -> None:
 
 
 def _print(bundle: Bundle) -> None:
+    from rich.markup import escape
+
     from slipstream.cli.output import plain_table, stdout
     from slipstream.cost.bundle import busy_reasons
     from slipstream.cost.roofline import EXTRA, extra_cost, measured_regime
@@ -184,7 +187,7 @@ def _print(bundle: Bundle) -> None:
             for d in (d for d in bundle.drafts if d.drafter == name):
                 took = milliseconds(sorted(d.seconds)[len(d.seconds) // 2])
                 size = f"{d.depth} of {d.nodes}" if d.nodes > d.depth else str(d.depth)
-                table.add_row(name, str(d.rows), size, took, f"{seen.rate:.0%}")
+                table.add_row(escape(name), str(d.rows), size, took, f"{seen.rate:.0%}")
         console.print(table)
     console.print(f"repeats of a step differ by at most {bundle.spread:.0%}")
     for reason in busy_reasons(bundle):

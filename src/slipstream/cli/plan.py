@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,17 +81,19 @@ def plan(
         return
     batches = read_batches(batch)
     rates = [read_rates(text) for text in acceptance or []]
+    check_outputs(html)
     if html is not None:
         from slipstream.plan.drawing import require_charts
 
         require_charts()
-        if not html.parent.is_dir():
-            raise ParameterError(f"the folder of {html} does not exist: make it, or write elsewhere")
     if measured:
         given = {
             "--gpu": gpu,
             "--model-config": model_config,
             "--draft-config": draft_config,
+            "--gpu-count": count != 1,
+            "--dtype": dtype,
+            "--draft-dtype": draft_dtype,
         }
         extra = next((name for name, value in given.items() if value), None)
         if extra is not None:
@@ -149,9 +153,30 @@ def read_rates(text: str) -> list[float]:
         raise ParameterError(f"--acceptance must be fractions such as 0.8, not {text!r}") from None
     wrong = next((rate for rate in found if not 0 <= rate <= 1), None)
     if not found or wrong is not None:
-        hint = f" ({wrong / 100:g}?)" if wrong is not None and 1 < wrong <= 100 else ""
+        hint = f" ({wrong / 100:g}?)" if wrong is not None and 2 <= wrong <= 100 else ""
         raise ParameterError(f"--acceptance must be a fraction from 0 to 1, not {text!r}{hint}")
     return found
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """ParameterError for a file that could not be written in the end, before anything takes long."""
+    wanted = [path for path in paths if path is not None]
+    for i, path in enumerate(wanted):
+        if not os.path.isdir(path.parent):
+            raise ParameterError(f"the folder of {path} does not exist: make it, or write elsewhere")
+        if path.absolute() in (other.absolute() for other in wanted[:i]):
+            raise ParameterError(f"{path} cannot be two files: give each a name of its own")
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            mode = None
+        except OSError as error:
+            raise ParameterError(f"{path} cannot be written ({error.strerror}): choose another") from None
+        if mode is not None and not stat.S_ISREG(mode):  # what takes its place would be a file
+            what = "is a folder" if stat.S_ISDIR(mode) else "is no ordinary file"
+            raise ParameterError(f"{path} cannot be written (it {what}): name a file")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ParameterError(f"{path} cannot be written (Permission denied): check the folder")
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -251,6 +276,8 @@ def _print(advice: Advice) -> None:
 
 
 def _batches(console: Console, advice: Advice) -> None:
+    from rich.markup import escape
+
     from slipstream.cli.output import plain_table
     from slipstream.plan.page import counted, gigabytes, milliseconds, per_second, usd
 
@@ -264,7 +291,7 @@ def _batches(console: Console, advice: Advice) -> None:
         after = p.rate if b.best else b.plain.rate
         money = [f"{usd(b.cost)} → {usd(b.best.cost if b.best else b.cost)}"] if priced else []
         table.add_row(
-            str(b.batch), b.regime, o.drafter if b.best else f"none (best was {o.drafter})",
+            str(b.batch), b.regime, escape(o.drafter if b.best else f"none (best was {o.drafter})"),
             f"{p.depth} of {p.nodes}" if p.nodes > p.depth else str(p.depth), f"{p.tau:.2f}",
             f"{p.speedup:.2f} ({p.low:.2f}–{p.high:.2f})",
         )  # fmt: skip
@@ -288,17 +315,19 @@ def _batches(console: Console, advice: Advice) -> None:
 
 
 def _details(console: Console, advice: Advice) -> None:
+    from rich.markup import escape
+
     from slipstream.cli.output import plain_table
 
     words = {True: "[green]pass", False: "[red]fail", None: "[yellow]unknown"}
     table = plain_table("\nDRAFTER", "\nRULE", "\nFOUND", "", "\nA MISS COSTS")
     for name, rules in advice.rules.items():
         for i, rule in enumerate(rules):
-            table.add_row("" if i else name, rule.name, rule.value, words[rule.passed], rule.cost)
+            table.add_row("" if i else escape(name), rule.name, rule.value, words[rule.passed], rule.cost)
     console.print(table)
     table = plain_table("\nCHECK", "", "")
     for check in advice.checks:
-        table.add_row(check.name, words[check.passed], check.detail)
+        table.add_row(escape(check.name), words[check.passed], escape(check.detail))
     console.print(table)
     console.print("\nSTARTING POINTS", style="bold")
     for one in advice.scenarios:  # options are copied, so they are not folded into a column

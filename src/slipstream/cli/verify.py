@@ -90,6 +90,8 @@ def verify(
     # Mistakes are told before torch is imported and models are loaded.
     check_spec(drafter)
     build_controller(controller, 0)
+    if limit < 1:
+        raise ParameterError(f"--limit must be at least 1, not {limit}")
     asked = read_prompts(prompts)
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise ParameterError(f"threads must be from 1 to {MOST_THREADS}, not {threads}")

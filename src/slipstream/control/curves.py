@@ -29,17 +29,20 @@ class Curves:
     @classmethod
     def read(cls, path: Path, drafter: str = "") -> Curves:
         """From a measurement. ParameterError where the drafter is not in it or not named among several."""
-        from slipstream.cost.bundle import read_bundle  # pydantic is not needed for anything else here
+        from slipstream.cost.bundle import named, read_bundle  # pydantic is not needed for anything else here
 
         bundle = read_bundle(path)
         timed = list(dict.fromkeys(d.drafter for d in bundle.drafts))
+        if not timed:
+            raise ParameterError(f"{path} has measured no drafter: measure with --drafter NAME")
         if not drafter and len(timed) != 1:
             raise ParameterError(
-                f"{path} has measured {len(timed)} drafters ({', '.join(timed) or 'none'}): name one with"
+                f"{path} has measured {len(timed)} drafters ({', '.join(timed)}): name one with"
                 " goodput:drafter=NAME"
             )
         name = drafter or timed[0]
-        draft = bundle.draft_curve(name)
+        with named(path):
+            draft = bundle.draft_curve(name)
         seen = add_all(sample.total for sample in bundle.samples(name).values())
         prior = float(seen.conditional(1)[0]) if sum(seen.tested) else 0.6
         overhead, block = bundle.overhead_seconds, bundle.block

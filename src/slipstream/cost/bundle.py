@@ -19,6 +19,7 @@ from slipstream.cost.curve import DraftCurve, DraftPoint, Point, StepCurve, medi
 from slipstream.errors import ParameterError
 
 VERSION = 1
+_PLACE = ("machine.name", "machine.device", "machine.threads")
 # Beyond this interquartile range, as a share of the median, a measurement is of a busy machine.
 BUSY_SPREAD = 0.15
 
@@ -225,6 +226,9 @@ def read_bundle(path: Path) -> Bundle:
     with named(path):
         for counts in bundle.acceptance:
             counts.acceptance  # noqa: B018 - counts that contradict each other are told now
+        bundle.step_curve  # noqa: B018 - as is a step that is there twice …
+        for drafter in dict.fromkeys(d.drafter for d in bundle.drafts):
+            bundle.draft_curve(drafter)  # … and a draft
     return bundle
 
 
@@ -260,7 +264,7 @@ def merge(bundles: Sequence[Bundle]) -> Bundle:
     """Several measurements of one model on one machine as one; ParameterError if of different ones."""
     first, *others = bundles
     for other in others:
-        for name in ("model", "dtype", "machine.name", "machine.device", "machine.threads"):
+        for name in ("model", "dtype", "weight_bytes", "block", *_PLACE):
             mine, theirs = (_field(b, name) for b in (first, other))
             if mine != theirs:
                 raise ParameterError(
@@ -284,12 +288,17 @@ def merge(bundles: Sequence[Bundle]) -> Bundle:
                 DraftSeconds(drafter=k, rows=r, depth=d, nodes=n, seconds=v)
                 for (k, r, d, n), v in drafts.items()
             ],
-            "acceptance": [a for b in bundles for a in b.acceptance],
+            "acceptance": _once(a for b in bundles for a in b.acceptance),
             "prefill": [p for b in bundles for p in b.prefill],
             "drafters": list({d.drafter: d for b in bundles for d in b.drafters}.values()),
             "overhead": [o for b in bundles for o in b.overhead],
         }
     )
+
+
+def _once(found: Iterable[AcceptanceCounts]) -> list[AcceptanceCounts]:
+    """Each but once: greedy answers to one prompt are the same each time, which tells nothing new."""
+    return list({a.model_dump_json() if a.prompt else id(a): a for a in found}.values())
 
 
 def _field(bundle: Bundle, path: str) -> object:
@@ -310,5 +319,10 @@ def busy_reasons(bundle: Bundle) -> list[str]:
 
 
 def read_bundles(paths: Iterable[Path]) -> Bundle:
-    """All of them as one."""
+    """All of them as one. ParameterError where a file is named twice, and would count twice."""
+    paths = list(paths)
+    places = [path.absolute() for path in paths]
+    twice = next((path for path, place in zip(paths, places, strict=True) if places.count(place) > 1), None)
+    if twice is not None:
+        raise ParameterError(f"{twice} is given twice, and would count twice: leave one out")
     return merge([read_bundle(path) for path in paths])

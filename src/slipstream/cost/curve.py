@@ -181,10 +181,14 @@ class StepCurve:
     def covers(self, rows: int, nodes: float, context: float = 0.0) -> bool:
         """Whether this lies within what was measured; beyond it `seconds` goes on in a straight line."""
         contexts = sorted(self._lines)
-        if not contexts[0] <= context <= contexts[-1] or not 1 <= rows <= self.max_rows:
+        if not contexts[0] <= context <= contexts[-1] or not self.min_rows <= rows <= self.max_rows:
             return False
         lines = self._lines[min(contexts, key=lambda c: abs(c - context))]
         return bool(rows * nodes <= max(line.tokens[-1] for line in lines.values()))
+
+    @property
+    def min_rows(self) -> int:
+        return min(p.rows for p in self.points)
 
     @property
     def max_rows(self) -> int:
@@ -307,7 +311,13 @@ class DraftCurve:
                 raise ParameterError(
                     f"a draft time needs rows of at least 1, 1 <= depth <= nodes and seconds, not {point}"
                 )
-            self._lines.setdefault(point.rows, {}).setdefault(point.depth, []).append(point)
+            line = self._lines.setdefault(point.rows, {}).setdefault(point.depth, [])
+            if line and line[-1].nodes == point.nodes:
+                raise ParameterError(
+                    f"the draft of {point.depth} levels and {point.nodes} tokens for {point.rows} rows is"
+                    " there twice; join its seconds"
+                )
+            line.append(point)
 
     @property
     def max_depth(self) -> int:

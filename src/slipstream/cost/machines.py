@@ -8,7 +8,6 @@ Prices are on-demand rents of one device in USD an hour, rounded middles of what
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,10 @@ from slipstream.errors import ParameterError
 # What kernels reach of the peaks, and what a layer's launches cost: assumptions, said in every report.
 REACHED_BANDWIDTH, REACHED_FLOPS, GPU_LAYER_SECONDS = 0.8, 0.6, 20e-6
 _FALLBACK = {"bfloat16": "float16", "float16": "bfloat16", "float8": "int8", "int8": "float8"}
+_LEAST, _MOST = 1e-6, 1e9  # what a machine file may say in its units: beyond, it is a slip
+_FIELDS = ("name", "memory_gb", "bandwidth_gbs", "tflops", "price", "layer_seconds")
+_NEEDED = _FIELDS[:4]
+MOST_GPUS = 1_000_000
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
 
 
@@ -51,8 +54,9 @@ class Machine:
 
     def times(self, count: int) -> Machine:
         """So many of them as one, their communication not counted."""
-        if count < 1:
-            raise ParameterError(f"the number of GPUs must be at least 1, not {count}")
+        if not 1 <= count <= MOST_GPUS:
+            least = f"at least 1, not {count}" if count < 1 else f"at most {MOST_GPUS}"
+            raise ParameterError(f"the number of GPUs must be {least}")
         if count == 1:
             return self
         return replace(
@@ -139,30 +143,43 @@ def find_machine(name: str) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """From a JSON file with name, memory_gb, bandwidth_gbs, tflops by dtype and, if known, price."""
+    """From a JSON file with name, memory_gb, bandwidth_gbs, tflops by dtype and, if known, price and
+    layer_seconds. Other fields are refused: a mistyped price would be no price."""
     found = read_json_object(path, "a machine")
 
-    def number(key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ParameterError(f"{path}: {key} must be a positive number, not {value!r}")
+    def number(key: str, value: Any, least: float = _LEAST) -> float:
+        known = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not known or not (value > 0 or least == value == 0):
+            sign = "positive number" if least else "number of 0 or more"
+            raise ParameterError(f"{path}: {key} must be a {sign}, not {_short(value)}")
+        if not least <= value <= _MOST:
+            raise ParameterError(f"{path}: {key} is {_short(value)}, which no machine has: check its unit")
         return float(value)
 
-    for key in ("name", "memory_gb", "bandwidth_gbs", "tflops"):
+    for key in _NEEDED:
         if key not in found:
-            raise ParameterError(
-                f"{path}: {key} is missing; needed are name, memory_gb, bandwidth_gbs, tflops"
-            )
-    tflops, price = found["tflops"], found.get("price")
+            raise ParameterError(f"{path}: {key} is missing; needed are {', '.join(_NEEDED)}")
+    unknown = next((key for key in found if key not in _FIELDS), None)
+    if unknown is not None:
+        raise ParameterError(f"{path}: unknown field {unknown!r}; there are {', '.join(_FIELDS)}")
+    name, tflops, price = found["name"], found["tflops"], found.get("price")
+    if not isinstance(name, str) or not name.strip():
+        raise ParameterError(f"{path}: name must be a text, not {_short(name)}")
     if not isinstance(tflops, dict) or not tflops or not set(tflops) <= set(DTYPE_BYTES):
         raise ParameterError(f'{path}: tflops must be like {{"bfloat16": 100}}, by {", ".join(DTYPE_BYTES)}')
     return Machine(
-        str(found["name"]),
+        name,
         number("memory_gb", found["memory_gb"]) * 1e9,
         number("bandwidth_gbs", found["bandwidth_gbs"]) * 1e9,
         {k: number(f"tflops.{k}", v) * 1e12 for k, v in tflops.items()},
         None if price is None else number("price", price),
-        layer_seconds=number("layer_seconds", found.get("layer_seconds", GPU_LAYER_SECONDS)),
+        layer_seconds=number("layer_seconds", found.get("layer_seconds", GPU_LAYER_SECONDS), 0.0),
     )
+
+
+def _short(value: Any) -> str:
+    told = repr(value)
+    return told if len(told) <= 40 else f"{told[:40]}…"
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ of each other, and one cost ratio c = draft step / target step:
 
 What is predicted here keeps the conditional acceptance of every position and the time of every width:
 
-    speed-up   = E[L] · T(B, 1) / (T_draft(B, γ) + T(B, 1 + drafted) + overhead)
+    speed-up   = E[L] · (T(B, 1) + overhead) / (T_draft(B, γ) + T(B, 1 + drafted) + overhead)
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ PRINTED = {(0.5, 5): 1.25}
 DRAWS, _SEED = 2000, 0
 _LEVEL = (2.5, 97.5)
 _MANY = 32  # rows
+_UNKNOWN = 1.0  # standard error, as a share, from which on nothing is known of a time
 
 
 # -- the classic formulas ---------------------------------------------------------------------------
@@ -44,19 +45,29 @@ def check_alpha(alpha: float) -> None:
         raise ParameterError(f"acceptance is a fraction from 0 to 1, not {alpha:g}")
 
 
+def _check(gamma: float, c: float = 0.0) -> None:
+    if not gamma >= 0:
+        raise ParameterError(f"the draft length must be 0 or more, not {gamma:g}")
+    if not 0 <= c < math.inf:
+        raise ParameterError(f"the cost ratio must be a number of 0 or more, not {c:g}")
+
+
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Tokens a target pass emits, bonus included: (1 − α^(γ+1)) / (1 − α), γ + 1 at α = 1."""
     check_alpha(alpha)
+    _check(gamma)
     return float(gamma + 1) if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def speedup(alpha: float, gamma: int, c: float) -> float:
     """Walltime improvement of theorem 3.8. c: time of a drafted token over time of a target step."""
+    _check(gamma, c)
     return expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
 def operations(alpha: float, gamma: int, c_ops: float) -> float:
     """Arithmetic a token, as a multiple of plain decoding's (theorem 3.11). c_ops: the ratio a token."""
+    _check(gamma, c_ops)
     return (gamma * c_ops + gamma + 1) / expected_tokens(alpha, gamma)
 
 
@@ -73,6 +84,7 @@ def simple_rule(alpha: float, gamma: int) -> float:
     1 / (1 − α), so it always advises the longest draft.
     """
     check_alpha(alpha)
+    _check(gamma)
     return gamma / (1 + (1 - alpha) * gamma)
 
 
@@ -216,11 +228,12 @@ def _assemble(
 
 
 def _bounded(costs: Costs, drafter: DraftTime, found: Prediction, taus: Floats) -> Prediction:
-    """With the 95 % interval over draws of tau and of the times, each scattered by its standard error."""
+    """With the 95 % interval over draws of tau and of the times, each scattered by its standard error: in
+    logarithms, for a time of which little is known is still not below nothing."""
     rng = np.random.default_rng(_SEED + 1)
     batch, nodes = found.batch, found.nodes
     plain, draft, verify = (
-        seconds * (1 + error * rng.standard_normal(len(taus)))
+        seconds * np.exp(min(error, _UNKNOWN) * rng.standard_normal(len(taus)))
         for seconds, error in (
             (found.plain_seconds, float(costs.step.relative_error(batch, 1, costs.context))),
             (found.draft_seconds, drafter.draft_error(batch, found.depth, nodes)),

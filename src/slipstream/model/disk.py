@@ -61,6 +61,26 @@ def alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Holds a file that grows while the body runs, likewise."""
+    beside = path.with_name(f".{path.name}{_LOCK}")
+    lock = filelock.FileLock(beside)
+    with writing(path):
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise ParameterError(
+                f"another slipstream process is writing {path}: wait for it, or choose another --out"
+            ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+        lock.release()
+
+
 def is_empty(folder: Path) -> bool:
     """Whether nothing is in a folder, or only what a killed run left: locks and half-written files, whose
     names begin with a dot. True for one that is not there; ParameterError for what is no folder."""
@@ -103,7 +123,11 @@ def read_lines(path: Path, *, mend: bool = False) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     good = 0
-    with path.open("rb") as file:
+    try:
+        opened = path.open("rb")
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be read ({error.strerror}): choose another") from None
+    with opened as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.cost.accept import Sample
@@ -106,25 +106,27 @@ class Advice:
             return f"Speculation does not pay here at batch {asked}: decode plainly."
         best = max(paying, key=lambda b: b.best.prediction.speedup if b.best else 0.0)
         assert best.best is not None
+        tight = ", ".join(str(b.batch) for b in self.batches if b.fits is False)
+        short = f" It does not fit in memory at batch {tight}." if tight else ""
         said = (
             f"Speculation pays: {word} {best.best.prediction.speedup:.2f} times as fast at batch {best.batch}"
             f" with {best.best.drafter}, {best.best.prediction.depth} tokens"
         )
         if self.off_from is None:
-            return f"{said}; it pays at every batch up to {self.looked_to}."
-        return f"{said}; from batch {self.off_from} on it does not pay."
+            return f"{said}; it pays at every batch up to {self.looked_to}.{short}"
+        return f"{said}; from batch {self.off_from} on it does not pay.{short}"
 
 
 def advise(setup: Setup) -> Advice:
     """See `Advice`."""
     batches = tuple(_batch(setup, batch) for batch in setup.batches)
-    grid = batch_grid(setup.largest)
+    grid = batch_grid(setup.largest, setup.smallest, setup.batches)
     by_batch = {c.name: [(b, _best(setup, c, c.together, b).speedup) for b in grid] for c in setup.candidates}
     rules = {c.name: check_rules(setup, c, setup.batches[0]) for c in setup.candidates}
     return Advice(
         setup=setup,
         batches=batches,
-        off_from=_off_from(by_batch, grid),
+        off_from=_off_from(setup, by_batch, grid),
         looked_to=grid[-1],
         rules=rules,
         checks=checklist(setup, batches, rules),
@@ -134,12 +136,12 @@ def advise(setup: Setup) -> Advice:
     )
 
 
-def batch_grid(largest: int) -> list[int]:
-    """Every batch up to 16, then a fifth more each time, up to and with the largest."""
-    grid = list(range(1, min(largest, 16) + 1))
+def batch_grid(largest: int, smallest: int = 1, asked: Sequence[int] = ()) -> list[int]:
+    """Every batch up to 16, then a fifth more each time, up to and with the largest; and those asked for."""
+    grid = list(range(smallest, min(largest, 16) + 1)) or [smallest]
     while grid[-1] < largest:
         grid.append(min(max(grid[-1] * 6 // 5, grid[-1] + 1), largest))
-    return grid
+    return sorted({*grid, *asked})
 
 
 def _best(setup: Setup, candidate: Candidate, sample: Sample, batch: int, task: str = ALL) -> Prediction:
@@ -229,12 +231,19 @@ def _batch(setup: Setup, batch: int) -> BatchAdvice:
     )
 
 
-def _off_from(by_batch: Mapping[str, list[tuple[int, float]]], grid: list[int]) -> int | None:
+def _off_from(setup: Setup, by_batch: Mapping[str, list[tuple[int, float]]], grid: list[int]) -> int | None:
     best = [max(points[i][1] for points in by_batch.values()) for i in range(len(grid))]
     if best[-1] >= WORTH:
         return None
     last = max((i for i, value in enumerate(best) if value >= WORTH), default=-1)
-    return grid[last + 1]
+    if last < 0:
+        return grid[0]
+    pays, off = grid[last], grid[last + 1]
+    while off - pays > 1:
+        middle = (pays + off) // 2
+        found = max(_best(setup, c, c.together, middle).speedup for c in setup.candidates)
+        pays, off = (middle, off) if found >= WORTH else (pays, middle)
+    return off
 
 
 def _lengths(setup: Setup, candidate: Candidate, batch: int) -> list[Prediction]:

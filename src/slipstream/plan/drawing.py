@@ -52,6 +52,7 @@ def _style() -> Iterator[None]:
             "grid.color": _GRID,
             "grid.linewidth": 0.6,
             "text.color": _INK,
+            "text.parse_math": False,  # a drafter's or a task's name may hold dollar signs
             "xtick.color": _INK,
             "ytick.color": _INK,
             "legend.frameon": False,

@@ -30,12 +30,14 @@ from slipstream.cost.bundle import (
 from slipstream.cost.shape import ModelShape, shape_of
 from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Session
-from slipstream.errors import DrafterError, ParameterError
+from slipstream.errors import CapacityError, DrafterError, ParameterError
+from slipstream.model.cache import columns
 from slipstream.model.identity import versions
 from slipstream.model.pack import ROWS
-from slipstream.model.progress import Progress, Silent
+from slipstream.model.progress import Progress, Silent, size
 from slipstream.model.runner import Runner
 from slipstream.plan.here import load_reasons, this_machine
+from slipstream.plan.memory import available
 from slipstream.plan.rates import bandwidth, int8_rate, matrix_rate
 from slipstream.plan.replay import Recorded, replay
 from slipstream.plan.timing import (
@@ -113,7 +115,8 @@ def measure(
     plan, progress = plan or Plan(), progress or Silent()
     before = load_reasons()
     runner = session.engine.runner
-    target_shape(runner, name)  # what it cannot tell is told before an hour has passed
+    _check_room(session, name, plan)  # what cannot be measured is told before an hour has passed
+    asked = questions(session, prompts) if drafters else []
     session.use("none")
     progress.stage("measuring memory and arithmetic", 0)
     dtype, kept = next(runner.model.parameters()).dtype, kept_as(session)
@@ -125,8 +128,9 @@ def measure(
     prefill = [
         PrefillSeconds(model="target", tokens=t, seconds=prefill_seconds(runner, t, rounds, plan.seed))
         for t in plan.prefill
+        if t <= session.engine.context
     ]
-    found = _drafters(session, drafters, prompts, plan, progress) if drafters else _Found()
+    found = _drafters(session, drafters, prompts, asked, plan, progress) if drafters else _Found()
     session.use("none")
     return bundle_of(
         session,
@@ -177,15 +181,64 @@ def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
     )
 
 
+def require_cache(session: Session, shape: ModelShape, rows: int, tokens: int, fix: str) -> None:
+    """CapacityError unless the memory holds so many rows of so many tokens, and the logits of a step."""
+    device = session.engine.runner.device
+    needed = rows * (columns(tokens) * shape.kv_bytes + 4 * shape.vocab)
+    there = available(str(device))
+    if needed > there:
+        raise CapacityError(
+            f"{rows} rows of {tokens} tokens need {size(round(needed))} of memory and {size(there)} are"
+            f" available: {fix}"
+        )
+
+
+def _check_room(session: Session, name: str, plan: Plan) -> None:
+    """Errors for a model whose sizes cannot be told, and for steps that the session, the model's context or
+    the memory has no room for."""
+    shape = target_shape(session.engine.runner, name)
+    slots, context = session.engine.load.slots, session.engine.context
+    if max(plan.rows) > slots:
+        raise ParameterError(
+            f"{max(plan.rows)} rows need a session of as many, this one has {slots}: load it with"
+            f" max_rows={max(plan.rows)}"
+        )
+    longest = max(c + n for _, n, c in plan.grid)
+    if longest > context:
+        raise ParameterError(
+            f"a step of {longest} tokens, those in the cache included, does not fit the model's context of"
+            f" {context}: ask for less with --contexts and --nodes"
+        )
+    rows = len(plan.contexts) * max(plan.rows)  # all are cached at once
+    require_cache(session, shape, rows, longest, "ask for less with --rows and --contexts")
+
+
+def questions(session: Session, prompts: Sequence[Row], room: int = WARM + 1) -> list[list[int]]:
+    """The prompts as tokens. ParameterError where there are none, or one leaves no room for `room` tokens of
+    an answer, by its place."""
+    if not prompts:
+        raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
+    asked, context = [question_ids(session.tokenizer, p.asked) for p in prompts], session.engine.context
+    for prompt, ids in zip(prompts, asked, strict=True):
+        if len(ids) + room > context:
+            raise ParameterError(
+                f"{prompt.where}: the prompt has {len(ids)} tokens and the model's context holds {context}:"
+                " shorten it, or leave it out"
+            )
+    return asked
+
+
 # -- drafters ---------------------------------------------------------------------------------------
 
 
 def _drafters(
-    session: Session, specs: Sequence[str], prompts: Sequence[Row], plan: Plan, progress: Progress
+    session: Session,
+    specs: Sequence[str],
+    prompts: Sequence[Row],
+    asked: Sequence[Sequence[int]],
+    plan: Plan,
+    progress: Progress,
 ) -> _Found:
-    if not prompts:
-        raise ParameterError("there are no prompts, so nothing can be drafted: give --prompts FILE")
-    asked = [question_ids(session.tokenizer, p.asked) for p in prompts]
     found = _Found()
     answers: list[Recorded] | None = None
     for spec in specs:
@@ -220,11 +273,11 @@ def _drafters(
                 for p, c in zip(prompts, counts, strict=True)
                 if c.passes
             ]
-        size = torch.finfo(next(session.engine.runner.model.parameters()).dtype).bits // 8
+        width = torch.finfo(next(session.engine.runner.model.parameters()).dtype).bits // 8
         found.drafters.append(
             DrafterInfo(
                 drafter=spec,
-                parameters=added // size,
+                parameters=added // width,
                 memory_bytes=added,
                 kv_bytes=round(grown),
                 same_vocabulary=True,  # it was built for this target, so its drafts are in these tokens

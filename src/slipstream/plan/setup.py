@@ -16,6 +16,7 @@ from slipstream.errors import ParameterError
 
 LONGEST = 16  # drafts considered where nothing was measured
 LARGEST = 1024  # rows considered likewise
+MOST = 10**9  # a larger batch, context, prompt or price is a slip of the keyboard
 FREE = "ngram"
 ALL = "all"
 
@@ -60,7 +61,8 @@ class Candidate:
 class Setup:
     """Everything that advice needs. memory: bytes there are, 0: unknown. price: USD an hour, if known.
 
-    given: the acceptance is what-if, not counted.
+    smallest, largest: batch sizes between which it is looked where drafting stops to pay. given: the
+    acceptance is what-if, not counted.
     """
 
     model: str
@@ -85,6 +87,7 @@ class Setup:
     busy: tuple[str, ...] = ()
     spread: float | None = None
     assumptions: tuple[str, ...] = ()
+    smallest: int = 1
 
     @property
     def step(self) -> StepTime:
@@ -111,13 +114,25 @@ def check_batches(batches: Sequence[int]) -> tuple[int, ...]:
     wrong = next((b for b in batches if b < 1), None)
     if wrong is not None:
         raise ParameterError(f"a batch size must be at least 1, not {wrong}")
+    if max(batches) > MOST:
+        raise ParameterError(f"a batch size must be at most {MOST}")
     return tuple(sorted(set(batches)))
 
 
 def check_price(price: float | None) -> float | None:
-    if price is not None and not 0 < price < float("inf"):
+    if price is not None and MOST < price < float("inf"):
+        raise ParameterError(f"the price must be at most {MOST} USD an hour, not {price:g}")
+    if price is not None and not 0 < price <= MOST:
         raise ParameterError(f"the price must be a positive number of USD an hour, not {price:g}")
     return price
+
+
+def _check_tokens(context: int, prompt_tokens: int) -> None:
+    for name, value in (("context", context), ("prompt tokens", prompt_tokens)):
+        if value < 1:
+            raise ParameterError(f"{name} must be at least 1, not {value}")
+        if value > MOST:
+            raise ParameterError(f"{name} must be at most {MOST}")
 
 
 def described(
@@ -140,19 +155,27 @@ def described(
     """
     rates = _one_each(acceptance, max(len(drafts), 1))
     line = Roofline(machine, target)
-    candidates = []
+    candidates: list[Candidate] = []
     for draft, rate in zip(drafts, rates, strict=False):
         own = Roofline(machine, draft)
+        same = _same_vocabulary(target.vocab, draft.vocab)
+        kind = "crossvocab" if same is False else "draft_model"  # which translates between vocabularies
+        name = f"{kind}:model={draft.name}"
+        if name in (c.name for c in candidates):
+            raise ParameterError(
+                f"two drafts are called {draft.name}, and advice could not tell them apart: name each once,"
+                " or give their folders other names"
+            )
         candidates.append(
             Candidate(
-                name=f"draft_model:model={draft.name}",
+                name=name,
                 draft=own,
                 samples={ALL: Sample((Acceptance.synthetic(rate, LONGEST, trials),))},
                 longest=LONGEST,
                 parameters=draft.parameters,
                 memory_bytes=draft.weight_bytes,
                 kv_bytes=draft.kv_bytes,
-                same_vocabulary=_same_vocabulary(target.vocab, draft.vocab),
+                same_vocabulary=same,
                 prefill=_reading(own),
             )
         )
@@ -160,15 +183,14 @@ def described(
         sample = Sample((Acceptance.synthetic(rates[0], LONGEST, trials),))
         candidates.append(Candidate(FREE, Free(), {ALL: sample}, LONGEST, same_vocabulary=True))
     prompt_tokens = context if prompt_tokens is None else prompt_tokens
-    for name, value in (("context", context), ("prompt tokens", prompt_tokens)):
-        if value < 1:
-            raise ParameterError(f"{name} must be at least 1, not {value}")
+    _check_tokens(context, prompt_tokens)
+    batches = check_batches(batches)
     return Setup(
         model=target.name,
         machine=machine.name,
         dtype=target.dtype,
         costs=Costs(line, context=context),
-        batches=check_batches(batches),
+        batches=batches,
         candidates=tuple(candidates),
         parameters=target.parameters,
         weight_bytes=target.weight_bytes,
@@ -179,11 +201,11 @@ def described(
         prefill=_reading(line),
         estimate=True,
         given=True,
-        largest=LARGEST,
+        largest=max(LARGEST, batches[-1]),
         bandwidth=machine.bandwidth * machine.reached_bandwidth,
         flops=machine.flops_of(target.dtype) * machine.reached_flops,
         roofline=line,
-        assumptions=_assumptions(machine, price, trials),
+        assumptions=_assumptions(machine, price, trials, context, (target, *drafts)),
     )
 
 
@@ -208,13 +230,20 @@ def _same_vocabulary(target: int, draft: int) -> bool | None:
     return None if abs(target - draft) < 0.01 * target else False
 
 
-def _assumptions(machine: Machine, price: float | None, trials: float) -> tuple[str, ...]:
+def _assumptions(
+    machine: Machine, price: float | None, trials: float, context: int, shapes: Sequence[ModelShape]
+) -> tuple[str, ...]:
     told = [
         f"kernels reach {machine.reached_bandwidth:.0%} of the bandwidth and {machine.reached_flops:.0%} of"
         " the arithmetic of the data sheet",
         f"a layer costs {machine.layer_seconds * 1e6:g} µs beside that",
         f"acceptance is as given, for every task; intervals are as if it came from {trials:g} drafts, and"
         " hold no error of the data sheet",
+    ]
+    told += [
+        f"{shape.name} works at context {context}, though its config says {shape.positions} positions"
+        for shape in shapes
+        if 0 < shape.positions < context
     ]
     if price is None and machine.price is not None:
         told.append(
@@ -245,7 +274,13 @@ def measured(
             f"batch {batches[-1]} was not measured, the most is {curve.max_rows} rows: ask for less, or"
             f" measure with --rows {batches[-1]}"
         )
+    if batches[0] < curve.min_rows:
+        raise ParameterError(
+            f"batch {batches[0]} was not measured, the least is {curve.min_rows} rows: ask for more, or"
+            f" measure with --rows {batches[0]}"
+        )
     context = curve.contexts[0] if context is None else context
+    _check_tokens(context, prompt_tokens)
     timed = {d.drafter for d in bundle.drafts}
     candidates = []
     for name in bundle.drafter_names:
@@ -301,7 +336,22 @@ def measured(
         flops=machine.flops.get(bundle.dtype),
         busy=tuple(busy_reasons(bundle)),
         spread=bundle.spread,
-        assumptions=told,
+        smallest=curve.min_rows,
+        assumptions=(*told, *_beyond(curve, context)),
+    )
+
+
+def _beyond(curve: StepCurve, context: int) -> tuple[str, ...]:
+    """What is taken for granted of a context that was not measured."""
+    first, last = curve.contexts[0], curve.contexts[-1]
+    if context < first:
+        return (f"a step at context {context} takes what one at {first} does, the shortest measured",)
+    if context <= last:
+        return ()
+    how = "goes on rising as it did" if first < last else f"is no longer than at {last}, which it will be"
+    return (
+        f"a step at context {context} {how}: measured was up to {last} (slipstream measure --contexts"
+        f" {','.join(map(str, [*curve.contexts, context]))})",
     )
 
 

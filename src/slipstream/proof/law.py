@@ -69,12 +69,15 @@ def undecided_text(
     outputs: Sequence[Sequence[int]],
     temperature: float,
     samples: int,
+    longest: int,
 ) -> list[int]:
     """Of these prompts with some of their answers' tokens, the one behind which the cells of so many samples
-    are filled most evenly: there most can be seen."""
+    are filled most evenly: there most can be seen. longest: tokens that leave room for what is drawn; every
+    prompt has no more."""
     best: tuple[float, list[int]] | None = None
     for prompt, output in zip(prompts, outputs, strict=True):
-        begun = output[:-1][:_CUTS]  # the last token may be the end of the answer
+        # The last token may be the end of the answer.
+        begun = output[:-1][: min(_CUTS, longest - len(prompt))]
         rows = reference.along(prompt, begun)[:, : reference.vocab_size]  # [n + 1, V]
         for end, value in enumerate(evenness(rows, temperature, LEAST / samples).tolist()):
             if best is None or value > best[0]:

@@ -19,13 +19,13 @@ from slipstream.core.draft import Drafter
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.draft_model import ModelDrafter
 from slipstream.drafters.none import NoDrafter
-from slipstream.engine.inputs import question_ids
 from slipstream.engine.session import Completion, Session
 from slipstream.errors import ParameterError
 from slipstream.model.load import LoadedModel
 from slipstream.model.parts import ModelParts
 from slipstream.model.progress import Progress, Silent
 from slipstream.plan.here import machine_name
+from slipstream.plan.measure import questions
 from slipstream.prompts.rows import Row, read_prompts
 from slipstream.proof import identity
 from slipstream.proof.exact import enumerate_law
@@ -91,7 +91,7 @@ class _Prover:
         plain = isinstance(self.drafter, NoDrafter)
         self.own: list[tuple[str, Drafter]] = [] if plain else [(spec, self.drafter)]
         self.asked = asked[: plan.prompts]
-        self.prompts = [question_ids(session.tokenizer, p.asked) for p in self.asked]
+        self.prompts = questions(session, self.asked, plan.horizon)
         self.began = time.monotonic()
         self.deadline = self.began + 60.0 * plan.minutes
         self.numbers: Iterator[int] = itertools.count(plan.seed << 32)
@@ -206,7 +206,8 @@ class _Prover:
         self.progress.stage("drawing samples", planned * plan.samples, "samples")
         seen = 0
         for setting, params in LAWS.items():
-            text = undecided_text(reference, self.prompts, outputs, params.temperature, plan.samples)
+            longest = self.session.engine.context - plan.horizon
+            text = undecided_text(reference, self.prompts, outputs, params.temperature, plan.samples, longest)
             law = enumerate_law(reference, text, params, plan.horizon)
             probes = (Drawn(law, tree=False), Drawn(law, tree=True), Likeliest(law))
             for name, drafter in (*((p.name, p) for p in probes), *self.own):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slipstream.errors import ParameterError
 
 FEWEST = 100  # samples of a law, whatever the time
+MOST_MINUTES = 525_600  # a year
 SHORTEST = 12  # tokens of an answer, likewise
 
 
@@ -39,8 +40,10 @@ class Plan:
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ParameterError(f"{name} must be at least {value}, not {getattr(self, name)}")
-        if not 0.0 < self.minutes < float("inf"):
+        if not self.minutes > 0.0:
             raise ParameterError(f"minutes must be above 0, not {self.minutes:g}")
+        if self.minutes > MOST_MINUTES:
+            raise ParameterError(f"minutes must be at most {MOST_MINUTES}, a year, not {self.minutes:g}")
         for name in ("alpha", "power"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ParameterError(f"{name} must be between 0 and 1, not {getattr(self, name):g}")
