@@ -8,6 +8,7 @@ are unconditional: accepted at position i over all counted drafts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -113,6 +114,16 @@ def theirs(
         wrong = [line for line in lines if "Error" in line]
         return f"{(wrong or lines or ['it said nothing'])[-1][-300:]} (status {done.returncode}; see {log})"
     return dict(json.loads(told.read_text()))
+
+
+def digest(folder: Path) -> str:
+    """Of a folder's files: what is kept of a drafter's answers is of these weights."""
+    found = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        found.update(path.name.encode())
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def answers_of(told: Mapping[str, Any]) -> Answers:

@@ -33,7 +33,7 @@ from slipstream.model.house import house_drafter
 from slipstream.model.load import resolve
 from slipstream.proof.reference import Reference
 from tiny_models import difference
-from vllm_cases import Answers, Case, answers_of, compared, steps_of_flags, theirs
+from vllm_cases import Answers, Case, answers_of, compared, digest, steps_of_flags, theirs
 
 KINDS = ("draft_model", "eagle", "eagle3", "medusa")
 SPECS = {
@@ -158,7 +158,9 @@ def run(args: argparse.Namespace) -> int:
     told: dict[str, Any] = {}
     for name, words in (("plain", None), *((c.name, c.speculative) for c in cases)):
         print(f"{name} in vLLM …", flush=True)
-        told[name] = theirs(name, {**common, "speculative": words}, args.work, args.threads)
+        made = words and digest(Path(words["model"]))
+        asked = {**common, "speculative": words, "digest": made}
+        told[name] = theirs(name, asked, args.work, args.threads)
     if isinstance(told["plain"], str):
         print(f"vLLM does not even decode plainly: {told['plain']}")
         return 1

@@ -32,7 +32,13 @@ _REASONS = (
         "the port was taken meanwhile: choose another with --set port=N",
     ),
     (
-        r"out of memory|OutOfMemoryError|MemoryError|No available memory for the cache blocks",
+        r"Available memory on node",  # v1/worker/cpu_worker.py
+        "less memory is free than vLLM's CPU build wants to reserve: set VLLM_CPU_KVCACHE_SPACE to the GiB"
+        " that its cache may take, or --set 'extra={\"gpu-memory-utilization\": 0.5}'",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|MemoryError|No available memory for the cache blocks"
+        r"|can(?:'t|not) allocate memory",
         "out of memory: a smaller max_model_len, fewer max_running, a quantised draft, or more"
         " tensor_parallel",
     ),
