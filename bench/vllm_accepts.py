@@ -19,7 +19,9 @@ Prints a table and ends with 1 if anything is otherwise. Weights are not loaded;
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
+import io
 import json
 import logging
 import os
@@ -94,10 +96,12 @@ def made(**arguments: Any) -> Any:
 
 def why_not(make: Callable[[], Any]) -> str | None:
     """None if vLLM takes it, else what it says."""
+    said = io.StringIO()
     try:
-        make()
+        with contextlib.redirect_stderr(said):
+            make()
     except SystemExit:
-        return "the command line parser ended"
+        return said.getvalue().strip().rsplit("\n", 1)[-1]
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
     return None

@@ -31,6 +31,7 @@ from slipstream.errors import DrafterError, SlipstreamError
 from slipstream.export.vllm import export_vllm
 from slipstream.model.house import house_drafter
 from slipstream.model.load import resolve
+from slipstream.model.parts import ModelParts
 from slipstream.proof.reference import Reference
 from tiny_models import difference
 from vllm_cases import Answers, Case, answers_of, compared, digest, steps_of_flags, theirs
@@ -59,7 +60,10 @@ def folders(args: argparse.Namespace, fingerprint: str) -> dict[str, Path]:
             found[kind] = resolve(named) if kind == "draft_model" else Path(named)
             continue
         try:
-            found[kind] = house_drafter(house, fingerprint)
+            if house:
+                found[kind] = house_drafter(house, fingerprint)
+            else:
+                print(f"{kind}: left out: none comes with Slipstream, name one with --eagle1", flush=True)
         except DrafterError as error:
             print(f"{kind}: left out: {error}", flush=True)
     return found
@@ -75,7 +79,7 @@ def here(session: Session, args: argparse.Namespace, prompts: list[list[int]]) -
     target = resolve(args.target)
     plain = answered(session.generate(prompts, params))
     cases = []
-    for kind, folder in folders(args, session.info.model.fingerprint).items():
+    for kind, folder in folders(args, ModelParts.of(session.info.model).fingerprint).items():
         out = args.work / f"for-vllm-{kind.replace('_', '')}"
         shutil.rmtree(out, ignore_errors=True)
         length = args.tokens
