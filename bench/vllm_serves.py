@@ -58,6 +58,7 @@ from slipstream.testing.heads import random_eagle
 from slipstream.testing.tiny import tiny_model
 
 TRIALS = ("load", "port", "kill", "core", "memory", "misfit", "other", "width")
+EAGER = ("--set", 'extra={"enforce-eager": true}')  # what is to fail need not be compiled
 MARK = "SLIPSTREAM_TRIAL"  # in the environment of all that is started here
 SLIPSTREAM = [sys.executable, "-m", "slipstream.cli.main"]
 PROMPTS = [f"def {name}(" for name in ("read", "write", "close", "open_file", "main", "parse", "sort", "add")]
@@ -340,7 +341,7 @@ def try_all(bench: Bench) -> None:
                 killed(bench, "kill", child, said, f"http://127.0.0.1:{taken}")
         bench.nothing_left("load")
     if "core" in only:
-        with bench.served(taken := free_port()) as (child, said):
+        with bench.served(taken := free_port(), *EAGER) as (child, said):
             killed(bench, "core", child, said, f"http://127.0.0.1:{taken}")
     for name, head, status, words, variables in (
         ("memory", lambda: bench.head, 2, "memory", {"VLLM_CPU_KVCACHE_SPACE": "4000"}),
@@ -349,7 +350,9 @@ def try_all(bench: Bench) -> None:
         ("width", lambda: width(bench), 2, "hidden size", {}),
     ):
         if name in only:
-            bench.ends(name, bench.command(free_port(), head(), "--check"), status, words, **variables)
+            bench.ends(
+                name, bench.command(free_port(), head(), *EAGER, "--check"), status, words, **variables
+            )
 
 
 def main() -> int:
