@@ -161,7 +161,7 @@ def counters(url: str) -> tuple[dict[str, float], list[float], str]:
         if not line.startswith("vllm:"):
             continue
         name, value = line.split("{")[0].split(" ")[0], float(line.rsplit(" ", 1)[1])
-        where = re.search(r'position="(\d+)"', line)
+        where = re.search(r'_total{.*position="(\d+)"', line)
         if where:
             positions[int(where[1])] = positions.get(int(where[1]), 0.0) + value
         totals[name] = totals.get(name, 0.0) + value
