@@ -266,6 +266,8 @@ def test_deploy_fails_loudly_when_acceptance_is_not_there(
     [
         ("refuses", "refuses the configuration"),
         ("memory", "out of memory"),
+        ("reserve", "VLLM_CPU_KVCACHE_SPACE"),
+        ("core", "process of the engine was ended"),
         ("other-head", "tensors do not fit"),
         ("killed", "lack of memory"),
         ("dies", "does not answer"),

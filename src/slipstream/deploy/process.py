@@ -60,6 +60,10 @@ _REASONS = (
         r"ModuleNotFoundError|ImportError|command not found",
         "the engine's installation is broken",
     ),
+    (
+        r"(?:exited|died) unexpectedly|EngineDeadError",  # v1/engine/core_client.py
+        "a process of the engine was ended, most likely by the system for lack of memory",
+    ),
 )
 
 
