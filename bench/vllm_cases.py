@@ -21,7 +21,7 @@ from environments import prepare
 from peer_processes import bound, vllm_variables
 
 RUN = Path(__file__).with_name("vllm_run.py")
-CLOSE = 0.05  # of acceptance by position
+CLOSE = 0.05 + 1e-9  # of acceptance by position
 
 Steps = list[tuple[int, int]]
 """Of one answer: where in it a verification began, and how many drafted tokens it accepted."""
