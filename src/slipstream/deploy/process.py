@@ -43,8 +43,8 @@ _REASONS = (
         " tensor_parallel",
     ),
     (
-        r"no module or parameter named|size mismatch|shape mismatch|AssertionError.*loaded_weight|do not"
-        r" match",
+        r"no module or parameter named|size mismatch|shape mismatch|== loaded_weight\.shape|do not match"
+        r"|exceeds dimension size",
         "the drafter's tensors do not fit: it is of another model or layout; `slipstream export` writes"
         " one that fits",
     ),
@@ -130,8 +130,10 @@ class Server:
         for pattern, meaning in _REASONS:
             if re.search(pattern, text, re.IGNORECASE):
                 return f"{meaning} ({_line(text, pattern)})"
-        last = [line for line in text.splitlines() if line.strip()]
-        return last[-1][:300] if last else "it said nothing"
+        lines = [line for line in text.splitlines() if line.strip()]
+        # of vLLM's processes the first that fails knows why; the last says that one failed
+        causes = [line for line in lines if re.search(r"\w+Error: ", line) and "See root cause" not in line]
+        return (causes or lines or ["it said nothing"])[-1][:300]
 
     def stop(self) -> None:
         """End the process and all that it started: politely, then not."""
