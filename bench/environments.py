@@ -96,6 +96,13 @@ ENVIRONMENTS = {
             extends="vllm",
         ),
         Environment(
+            "vllm-newest",
+            (("--no-deps", "vllm==0.33.0"),),
+            "from vllm.engine.arg_utils import EngineArgs",
+            extends="vllm",
+            room=4_000_000_000,
+        ),
+        Environment(
             "openvino",
             (("openvino-genai==2026.4.1.0", "numpy"),),
             "import openvino_genai",

@@ -160,7 +160,7 @@ def _vllm(setting: Setting, models: Models) -> Ready:
         "context": models.context,
         "eos_ids": models.eos_ids,
     }
-    return prepare(setting.engine), config, {**vllm_variables(models.threads), **_bound(models.threads)}
+    return prepare(setting.engine), config, {**vllm_variables(models.threads), **bound(models.threads)}
 
 
 def _filled(value: Any, draft: Callable[[], str]) -> Any:
@@ -183,7 +183,7 @@ def vllm_variables(threads: int) -> dict[str, str]:
     }
 
 
-def _bound(threads: int) -> dict[str, str]:
+def bound(threads: int) -> dict[str, str]:
     """What vLLM sets for its worker processes, for one that is its own worker."""
     return {
         "OMP_NUM_THREADS": str(threads),

@@ -31,6 +31,21 @@ def main() -> None:
         say_and_end("pydantic_core.ValidationError: 1 validation error for SpeculativeConfig\nmethod")
     if MODE == "memory":
         say_and_end("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    if MODE == "reserve":
+        say_and_end(
+            "ValueError: Available memory on node 0 (5.0/23.0 GiB) on startup is less than desired CPU memory"
+        )
+    if MODE == "misfit":
+        say_and_end(
+            "(Worker) RuntimeError: start (0) + length (1024) exceeds dimension size (512).\n"
+            "RuntimeError: Engine core initialization failed. See root cause above."
+        )
+    if MODE == "odd":
+        say_and_end(
+            "(Worker) KeyError: 'odd'\nRuntimeError: Engine core initialization failed. See root cause above."
+        )
+    if MODE == "core":
+        say_and_end("MPClient: engine core exited unexpectedly; starting cleanup\nleaked semaphores", 0)
     if MODE == "other-head":
         say_and_end(
             "ValueError: There is no module or parameter named 'model.layers.0.x' in EagleLlamaForCausalLM"

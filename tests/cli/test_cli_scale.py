@@ -266,7 +266,11 @@ def test_deploy_fails_loudly_when_acceptance_is_not_there(
     [
         ("refuses", "refuses the configuration"),
         ("memory", "out of memory"),
+        ("reserve", "VLLM_CPU_KVCACHE_SPACE"),
+        ("core", "process of the engine was ended"),
         ("other-head", "tensors do not fit"),
+        ("misfit", "tensors do not fit"),
+        ("odd", "KeyError: 'odd'"),
         ("killed", "lack of memory"),
         ("dies", "does not answer"),
         ("mute", "no text"),

@@ -101,6 +101,8 @@ def command(case: dict[str, Any], folders: dict[str, str]) -> str:
     words = ["vllm", "serve", folders["target"], *filled(case.get("arguments", []), folders)]
     if "config" in case:
         words += ["--speculative-config", json.dumps(filled(case["config"], folders))]
+    if "raw" in case:
+        words += ["--speculative-config", filled(case["raw"], folders)]
     return shlex.join(words)
 
 

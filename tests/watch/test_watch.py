@@ -32,6 +32,14 @@ def test_vllm_is_summed_over_engines() -> None:
     assert recorded("vllm").models == ("target",)
 
 
+def test_what_the_real_vllm_said() -> None:
+    """All of its metrics, histograms and its own process's included; only ours are read."""
+    seen = rates(recorded("vllm-recorded"))
+    assert (seen.drafts, seen.tau) == (2405, 1 + 5544 / 2405) and seen.length == 3
+    assert seen.per_position == (2259 / 2405, 1708 / 2405, 1577 / 2405)
+    assert recorded("vllm-recorded").models == ("tiny",)
+
+
 def test_sglang_has_gauges_and_no_positions() -> None:
     seen = rates(recorded("sglang"))
     assert seen.tau == 2.75 and seen.acceptance == 0.583 and seen.length == 3

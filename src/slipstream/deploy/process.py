@@ -32,13 +32,19 @@ _REASONS = (
         "the port was taken meanwhile: choose another with --set port=N",
     ),
     (
-        r"out of memory|OutOfMemoryError|MemoryError|No available memory for the cache blocks",
+        r"Available memory on node",  # v1/worker/cpu_worker.py
+        "less memory is free than vLLM's CPU build wants to reserve: set VLLM_CPU_KVCACHE_SPACE to the GiB"
+        " that its cache may take, or --set 'extra={\"gpu-memory-utilization\": 0.5}'",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|MemoryError|No available memory for the cache blocks"
+        r"|can(?:'t|not) allocate memory",
         "out of memory: a smaller max_model_len, fewer max_running, a quantised draft, or more"
         " tensor_parallel",
     ),
     (
-        r"no module or parameter named|size mismatch|shape mismatch|AssertionError.*loaded_weight|do not"
-        r" match",
+        r"no module or parameter named|size mismatch|shape mismatch|== loaded_weight\.shape|do not match"
+        r"|exceeds dimension size",
         "the drafter's tensors do not fit: it is of another model or layout; `slipstream export` writes"
         " one that fits",
     ),
@@ -53,6 +59,10 @@ _REASONS = (
     (
         r"ModuleNotFoundError|ImportError|command not found",
         "the engine's installation is broken",
+    ),
+    (
+        r"(?:exited|died) unexpectedly|EngineDeadError",  # v1/engine/core_client.py
+        "a process of the engine was ended, most likely by the system for lack of memory",
     ),
 )
 
@@ -120,8 +130,10 @@ class Server:
         for pattern, meaning in _REASONS:
             if re.search(pattern, text, re.IGNORECASE):
                 return f"{meaning} ({_line(text, pattern)})"
-        last = [line for line in text.splitlines() if line.strip()]
-        return last[-1][:300] if last else "it said nothing"
+        lines = [line for line in text.splitlines() if line.strip()]
+        # of vLLM's processes the first that fails knows why; the last says that one failed
+        causes = [line for line in lines if re.search(r"\w+Error: ", line) and "See root cause" not in line]
+        return (causes or lines or ["it said nothing"])[-1][:300]
 
     def stop(self) -> None:
         """End the process and all that it started: politely, then not."""

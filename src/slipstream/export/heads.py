@@ -131,13 +131,20 @@ def medusa_package(heads: MedusaHeads, target: ModelParts) -> Package:
     if shared:
         every = torch.arange(config.vocab_size)
         weight: torch.Tensor = target.lm_head_rows(every).weight.detach()
-        tensors["lm_head.weight"] = weight.to(next(iter(tensors.values())).dtype)
+        weight = weight.to(next(iter(tensors.values())).dtype)
         changes.append("the target's LM head is shipped with them: vLLM does not share it")
         if heads.vocab.reduced:
+            kept = torch.zeros(config.vocab_size, 1, dtype=weight.dtype)
+            kept[heads.vocab.target_ids()] = 1
+            weight = (
+                weight * kept
+            )  # drafted only where every token of the draft vocabulary has a negative logit
             changes.append(
-                f"they draft all {config.vocab_size} tokens, not {heads.vocab.size}: vLLM 0.32.0 reads a"
-                " token_map and then refuses to start for want of it"
+                f"its rows of tokens that these heads do not draft ({config.vocab_size - heads.vocab.size} of"
+                f" {config.vocab_size}) are zero: vLLM 0.32.0 reads a token_map and then refuses to start"
+                " for want of it"
             )
+        tensors["lm_head.weight"] = weight
     elif heads.vocab.reduced:
         raise DrafterError(
             "vLLM builds Medusa's own output heads over the whole vocabulary, and these draft"
