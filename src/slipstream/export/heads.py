@@ -136,9 +136,7 @@ def medusa_package(heads: MedusaHeads, target: ModelParts) -> Package:
         if heads.vocab.reduced:
             kept = torch.zeros(config.vocab_size, 1, dtype=weight.dtype)
             kept[heads.vocab.target_ids()] = 1
-            weight = (
-                weight * kept
-            )  # drafted only where every token of the draft vocabulary has a negative logit
+            weight = weight * kept  # a logit of zero is drafted only where all others are negative
             changes.append(
                 f"its rows of tokens that these heads do not draft ({config.vocab_size - heads.vocab.size} of"
                 f" {config.vocab_size}) are zero: vLLM 0.32.0 reads a token_map and then refuses to start"
