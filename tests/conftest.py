@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-# Folders and files that train, start processes, or decode thousands of tokens: `make test-slow` runs them.
+# Folders and files that train, start processes, convert checkpoints, or decode thousands of tokens: what
+# `make test-slow` runs.
 SLOW = (
     *("train", "serve", "proof", "bench/test_drafters_bench.py", "bench/test_quality_bench.py"),
     *("bench/test_bench_run.py", "bench/test_peers_bench.py", "engine/test_int8_exact.py"),
     *("cli/test_cli_serve.py", "cli/test_cli_verify.py", "control/test_goodput_load.py"),
     *("heads/test_quantised.py", "engine/test_hf_generate_law.py", "cli/test_cli_run.py"),
+    *("plan/test_memory.py", "drafters/test_draft_vocab.py", "model/test_int8_store.py"),
+    *("cli/test_cli_models.py", "cli/test_cli_scale.py", "heads/test_tune_medusa.py"),
     *("cli/test_cli_leaving.py", "unit/test_nested.py", "model/test_siblings.py"),
 )
 
