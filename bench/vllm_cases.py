@@ -19,6 +19,9 @@ from typing import Any
 
 from environments import prepare
 from peer_processes import bound, vllm_variables
+from slipstream.engine.session import Completion
+from slipstream.model.progress import Silent
+from slipstream.model.store import sha256_of
 
 RUN = Path(__file__).with_name("vllm_run.py")
 CLOSE = 0.05 + 1e-9  # of acceptance by position
@@ -59,6 +62,20 @@ class Case:
     @property
     def length(self) -> int:
         return int(self.speculative["num_speculative_tokens"])
+
+
+def chain_of(method: str, folder: Path, length: int) -> str:
+    """The drafter that drafts here as `method` does in vLLM: a chain of so many tokens."""
+    if method == "draft_model":
+        return f"draft_model:model={folder},num_speculative_tokens={length}"
+    if method == "medusa":
+        return f"medusa:heads={folder},topk={'x'.join('1' * length)}"
+    return f"eagle:heads={folder},top_k=1,num_speculative_tokens={length},nodes={length}"
+
+
+def completed(answers: Sequence[Completion]) -> Answers:
+    """Slipstream's answers."""
+    return Answers([list(a.tokens) for a in answers], [steps_of_flags(a.drafted) for a in answers])
 
 
 def steps_of_flags(drafted: Sequence[bool]) -> Steps:
@@ -120,9 +137,7 @@ def digest(folder: Path) -> str:
     """Of a folder's files: what is kept of a drafter's answers is of these weights."""
     found = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.is_file()):
-        found.update(path.name.encode())
-        with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
+        found.update(f"{path.name}\n{sha256_of(path, Silent())}\n".encode())
     return found.hexdigest()
 
 

@@ -32,7 +32,7 @@ from slipstream.testing.heads import (
     random_medusa,
 )
 from slipstream.testing.tiny import save_tiny, tiny_model
-from vllm_cases import Answers, Case, answers_of, compared, steps_of_flags, theirs
+from vllm_cases import Case, answers_of, chain_of, compared, completed, theirs
 
 TOKENS, LENGTH = 160, 3
 SHAPE = {"hidden": 128, "layers": 4, "head_dim": 32}  # vLLM's CPU attention has no smaller heads
@@ -79,16 +79,13 @@ def prepare(root: Path) -> tuple[list[list[int]], list[Case]]:
         for layout in ("published", "speculators") if method == "eagle3" else ("published",):
             out = root / f"head-{name.replace('-', '')}-{layout}"
             export_vllm(folder, out, folders[base], layout=layout, num_speculative_tokens=LENGTH)  # type: ignore[arg-type]
-            spec = {
-                "draft_model": f"draft_model:model={folder},num_speculative_tokens={LENGTH}",
-                "medusa": f"medusa:heads={folder},topk=1x1x1",
-            }.get(method, f"eagle:heads={folder},top_k=1,num_speculative_tokens={LENGTH},nodes={LENGTH}")
+            spec = chain_of(method, folder, LENGTH)
             with slipstream.load(str(folders[base]), drafter=spec, dtype="float32") as session:
                 done = session.generate(prompts, params)
-            ours = Answers([list(a.tokens) for a in done], [steps_of_flags(a.drafted) for a in done])
             words = {"method": method, "model": str(out), "num_speculative_tokens": LENGTH}
-            cases.append(Case(f"{name}-{layout}", str(folders[base]), words, ours, "right" in name))
-            print(cases[-1].name, [round(p, 3) for p in ours.rates(LENGTH)[0]], flush=True)
+            here = completed(done)
+            cases.append(Case(f"{name}-{layout}", str(folders[base]), words, here, "right" in name))
+            print(cases[-1].name, [round(p, 3) for p in here.rates(LENGTH)[0]], flush=True)
     return prompts, cases
 
 
@@ -120,13 +117,13 @@ def check(root: Path, prompts: list[list[int]], cases: list[Case], threads: int)
             print(f"{case.name}: DOES NOT RUN: {found if isinstance(found, str) else base}", flush=True)
             continue
         same = sum(a == b for a, b in zip(found["tokens"], base["tokens"], strict=True))
-        ours = sum(a == b for a, b in zip(found["tokens"], case.ours.tokens, strict=True))
+        mine = sum(a == b for a, b in zip(found["tokens"], case.ours.tokens, strict=True))
         words, fine = compared(case, answers_of(found))
         fine &= same == len(prompts)
         bad += not fine
         print(
             f"{case.name}: {'fine' if fine else 'OTHERWISE'}; {words}; tokens as vLLM's plain ones {same} of"
-            f" {len(prompts)}, as ours {ours}",
+            f" {len(prompts)}, as ours {mine}",
             flush=True,
         )
     return bad

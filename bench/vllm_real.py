@@ -26,7 +26,7 @@ import torch
 import slipstream
 from common import DRAFT, PROMPTS, TARGET, encode, machine, read_prompts, versions, write_json
 from slipstream import SamplingParams
-from slipstream.engine.session import Completion, Session
+from slipstream.engine.session import Session
 from slipstream.errors import DrafterError, SlipstreamError
 from slipstream.export.vllm import export_vllm
 from slipstream.model.house import house_drafter
@@ -34,15 +34,9 @@ from slipstream.model.load import resolve
 from slipstream.model.parts import ModelParts
 from slipstream.proof.reference import Reference
 from tiny_models import difference
-from vllm_cases import Answers, Case, answers_of, compared, digest, steps_of_flags, theirs
+from vllm_cases import Answers, Case, answers_of, chain_of, compared, completed, digest, theirs
 
 KINDS = ("draft_model", "eagle", "eagle3", "medusa")
-SPECS = {
-    "draft_model": "draft_model:model={folder},num_speculative_tokens={length}",
-    "eagle": "eagle:heads={folder},top_k=1,num_speculative_tokens={length},nodes={length}",
-    "eagle3": "eagle:heads={folder},top_k=1,num_speculative_tokens={length},nodes={length}",
-    "medusa": "medusa:heads={folder},topk={ones}",
-}
 
 
 def folders(args: argparse.Namespace, fingerprint: str) -> dict[str, Path]:
@@ -69,27 +63,23 @@ def folders(args: argparse.Namespace, fingerprint: str) -> dict[str, Path]:
     return found
 
 
-def answered(answers: list[Completion]) -> Answers:
-    return Answers([list(a.tokens) for a in answers], [steps_of_flags(a.drafted) for a in answers])
-
-
 def here(session: Session, args: argparse.Namespace, prompts: list[list[int]]) -> tuple[list[Case], Answers]:
     """Exports every drafter, and decodes with it."""
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0)
     target = resolve(args.target)
-    plain = answered(session.generate(prompts, params))
+    plain = completed(session.generate(prompts, params))
     cases = []
     for kind, folder in folders(args, ModelParts.of(session.info.model).fingerprint).items():
         out = args.work / f"for-vllm-{kind.replace('_', '')}"
         shutil.rmtree(out, ignore_errors=True)
         length = args.tokens
         report = export_vllm(folder, out, target, num_speculative_tokens=length)
-        session.use(SPECS[kind].format(folder=folder, length=length, ones="x".join("1" * length)))
+        session.use(chain_of(kind, folder, length))
         began = time.perf_counter()
         done = session.generate(prompts, params)
         seconds = time.perf_counter() - began
         words = {"method": report.kind, "model": str(out), "num_speculative_tokens": length}
-        cases.append(Case(kind, str(target), words, answered(done)))
+        cases.append(Case(kind, str(target), words, completed(done)))
         rates, drafts = cases[-1].ours.rates(length)
         undrafted = sum(a.counts.passes - a.counts.drafts for a in done)
         print(
@@ -149,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         room = args.context - args.max_tokens - args.tokens
         prompts = [p[-room:] for p in prompts]
         ends = sorted(session.engine.eos_ids)
-        cases, ours = here(session, args, prompts)
+        cases, mine = here(session, args, prompts)
     common = {
         "target": str(resolve(args.target)),
         "prompts": prompts,
@@ -173,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     bad = 0
     with slipstream.load(args.target, dtype=args.dtype, context=args.context) as session:
         reference = Reference(session.engine)
-        between = audit(reference, prompts, ours, base)
+        between = audit(reference, prompts, mine, base)
         print(
             f"plain, vLLM {told['plain']['version']}: {speed(told['plain']):.1f} tokens/s; as Slipstream's"
             f" {len(prompts) - len(between)} of {len(prompts)},"

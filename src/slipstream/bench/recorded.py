@@ -10,6 +10,7 @@ from slipstream.control.fixed import fixed_spec, tree_nodes
 from slipstream.core.draft import Drafter
 from slipstream.core.stats import DraftCounts
 from slipstream.errors import ParameterError
+from slipstream.plan.page import drafted
 from slipstream.plan.setup import ALL
 
 Size = Callable[[Drafter], tuple[int, int]]  # depth and nodes of its drafts
@@ -24,6 +25,11 @@ class Replayed:
     nodes: int
     temperature: float
     counts: dict[str, DraftCounts]
+
+    @property
+    def size(self) -> str:
+        """For people."""
+        return drafted(self.depth, self.nodes)
 
 
 def replay_recorded(

@@ -118,11 +118,7 @@ def bench(
     A run that was killed or whose --minutes were over goes on with the same command. Exit status 1 where
     tokens differ from plain decoding's that must not.
     """
-    check_outputs(*([html] if bundle is not None else [out, html]))
-    if html is not None:
-        from slipstream.plan.drawing import require_charts
-
-        require_charts()
+    check_outputs(out if bundle is None else None, drawn=html)
     measured, before = _read(measurement, baseline)
     if bundle is not None:
         if model or drafter:

@@ -71,12 +71,11 @@ def _replayed(report: Report) -> None:
 
     table = plain_table("\nREPLAYED", "\nTOKENS", "\nTASK", "\nTAU", "\nDRAFTS", "\nACCEPTED, BY POSITION")
     for one in report.replayed:
-        size = f"{one.depth} of {one.nodes}" if one.nodes > one.depth else str(one.depth)
         warm = f", temperature {one.temperature:g}" if one.temperature else ""
         for i, (task, counts) in enumerate(one.counts.items()):
             rates = ["–" if a is None else f"{a:.0%}" for a in counts.conditional_acceptance]
             drafts = f"{counts.drafts / counts.passes:.0%}" if counts.passes else ""
-            name = ("", "") if i else (one.drafter, size)
+            name = ("", "") if i else (one.drafter, one.size)
             table.add_row(*name, f"{task}{warm}", f"{counts.tau:.2f}", drafts, " ".join(rates))
     console = stdout()
     console.print(table)

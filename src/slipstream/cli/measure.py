@@ -82,11 +82,7 @@ def measure(
     if threads is not None and threads > MOST_THREADS:
         raise ParameterError(f"--threads must be at most {MOST_THREADS}, not {threads}")
     asked = read_prompts(prompts, limit)
-    check_outputs(out, png)
-    if png is not None:
-        from slipstream.plan.drawing import require_charts
-
-        require_charts()
+    check_outputs(out, drawn=png)
     batches, widths = numbers("rows", rows), numbers("nodes", nodes)
     cached, lengths = numbers("contexts", contexts), numbers("depths", depths)
 
@@ -151,7 +147,7 @@ def _print(bundle: Bundle) -> None:
     from slipstream.cli.output import plain_table, stdout
     from slipstream.cost.bundle import busy_reasons
     from slipstream.cost.roofline import EXTRA, extra_cost, measured_regime
-    from slipstream.plan.page import counted, milliseconds
+    from slipstream.plan.page import counted, drafted, milliseconds
 
     console, curve, machine = stdout(), bundle.step_curve, bundle.machine
     console.print(
@@ -186,8 +182,7 @@ def _print(bundle: Bundle) -> None:
             seen = add_all(s.total for s in bundle.samples(name).values())
             for d in (d for d in bundle.drafts if d.drafter == name):
                 took = milliseconds(sorted(d.seconds)[len(d.seconds) // 2])
-                size = f"{d.depth} of {d.nodes}" if d.nodes > d.depth else str(d.depth)
-                table.add_row(escape(name), str(d.rows), size, took, f"{seen.rate:.0%}")
+                table.add_row(escape(name), str(d.rows), drafted(d.depth, d.nodes), took, f"{seen.rate:.0%}")
         console.print(table)
     console.print(f"repeats of a step differ by at most {bundle.spread:.0%}")
     for reason in busy_reasons(bundle):

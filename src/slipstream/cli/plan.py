@@ -81,11 +81,7 @@ def plan(
         return
     batches = read_batches(batch)
     rates = [read_rates(text) for text in acceptance or []]
-    check_outputs(html)
-    if html is not None:
-        from slipstream.plan.drawing import require_charts
-
-        require_charts()
+    check_outputs(drawn=html)
     if measured:
         given = {
             "--gpu": gpu,
@@ -158,9 +154,10 @@ def read_rates(text: str) -> list[float]:
     return found
 
 
-def check_outputs(*paths: Path | None) -> None:
-    """ParameterError for a file that could not be written in the end, before anything takes long."""
-    wanted = [path for path in paths if path is not None]
+def check_outputs(*paths: Path | None, drawn: Path | None = None) -> None:
+    """ParameterError for a file that could not be written in the end, before anything takes long. drawn: one
+    with charts."""
+    wanted = [path for path in (*paths, drawn) if path is not None]
     for i, path in enumerate(wanted):
         if not os.path.isdir(path.parent):
             raise ParameterError(f"the folder of {path} does not exist: make it, or write elsewhere")
@@ -177,6 +174,10 @@ def check_outputs(*paths: Path | None) -> None:
             raise ParameterError(f"{path} cannot be written (it {what}): name a file")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise ParameterError(f"{path} cannot be written (Permission denied): check the folder")
+    if drawn is not None:
+        from slipstream.plan.drawing import require_charts
+
+        require_charts()
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -279,7 +280,7 @@ def _batches(console: Console, advice: Advice) -> None:
     from rich.markup import escape
 
     from slipstream.cli.output import plain_table
-    from slipstream.plan.page import counted, gigabytes, milliseconds, per_second, usd
+    from slipstream.plan.page import counted, drafted, gigabytes, milliseconds, per_second, usd
 
     priced = advice.setup.price is not None
     table = plain_table("BATCH", "REGIME", "DRAFTER", "TOKENS", "TAU", "TIMES AS FAST")
@@ -292,7 +293,7 @@ def _batches(console: Console, advice: Advice) -> None:
         money = [f"{usd(b.cost)} → {usd(b.best.cost if b.best else b.cost)}"] if priced else []
         table.add_row(
             str(b.batch), b.regime, escape(o.drafter if b.best else f"none (best was {o.drafter})"),
-            f"{p.depth} of {p.nodes}" if p.nodes > p.depth else str(p.depth), f"{p.tau:.2f}",
+            drafted(p.depth, p.nodes), f"{p.tau:.2f}",
             f"{p.speedup:.2f} ({p.low:.2f}–{p.high:.2f})",
         )  # fmt: skip
         worth.add_row(

@@ -43,40 +43,33 @@ def alone(folder: Path) -> Iterator[None]:
 
     ParameterError when another process holds it, or it cannot be written.
     """
-    lock = filelock.FileLock(folder / _LOCK)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise ParameterError(
-                f"another slipstream process is writing into {folder}: wait for it, or choose another"
-                " --output"
-            ) from None
-    try:
+    with _locked(folder / _LOCK, folder, f"into {folder}", "--output"):
         yield
-    finally:
-        with suppress(OSError):  # elsewhere an open file cannot be removed; it does no harm
-            (folder / _LOCK).unlink()
-        lock.release()
 
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     """Holds a file that grows while the body runs, likewise."""
-    beside = path.with_name(f".{path.name}{_LOCK}")
+    with _locked(path.with_name(f".{path.name}{_LOCK}"), path, str(path), "--out"):
+        yield
+
+
+@contextmanager
+def _locked(beside: Path, what: Path, told: str, option: str) -> Iterator[None]:
     lock = filelock.FileLock(beside)
-    with writing(path):
+    with writing(what):
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             raise ParameterError(
-                f"another slipstream process is writing {path}: wait for it, or choose another --out"
+                f"another slipstream process is writing {told}: wait for it, or choose another {option}"
             ) from None
     try:
         yield
     finally:
-        with suppress(OSError):
+        with suppress(OSError):  # elsewhere an open file cannot be removed; it does no harm
             beside.unlink()
         lock.release()
 

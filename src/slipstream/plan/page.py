@@ -44,6 +44,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def drafted(depth: int, nodes: int) -> str:
+    """How much is drafted: a chain's tokens, or a tree's depth and nodes."""
+    return f"{depth} of {nodes}" if nodes > depth else str(depth)
+
+
 def milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return "not measured"

@@ -15,7 +15,8 @@ import torch
 
 from slipstream.heads.files import PROVENANCE
 from slipstream.model.identity import versions
-from slipstream.model.store import read_json, write_atomic
+from slipstream.model.progress import Silent
+from slipstream.model.store import read_json, sha256_of, write_atomic
 
 FORMAT = 1
 
@@ -61,16 +62,8 @@ def seal(folder: Path) -> None:
     """Add the SHA-256 of every file beside it to a drafter's provenance."""
     note = read_json(folder / PROVENANCE)
     note["sha256"] = {
-        p.relative_to(folder).as_posix(): _sha256(p)
+        p.relative_to(folder).as_posix(): sha256_of(p, Silent())
         for p in sorted(folder.rglob("*"))
         if p.is_file() and p.name != PROVENANCE
     }
     write_atomic(folder / PROVENANCE, json.dumps(note, indent=2, default=str) + "\n")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
