@@ -19,16 +19,17 @@ from slipstream.drafters._suffix_store import MAGIC, SAVE_EVERY, SuffixStore
 from slipstream.drafters.base import TargetInfo
 from slipstream.drafters.suffix import SuffixConfig, SuffixDrafter
 from slipstream.errors import DrafterError, ParameterError
+from slipstream.model.pack import ROWS
 
 INFO = TargetInfo(24, 2048)
 
 
 def suffix(store: SuffixStore | None = None, **options: Any) -> SuffixDrafter:
-    return SuffixDrafter(SuffixConfig(**{"offset": 0.0, **options}), INFO, store)
+    return SuffixDrafter(SuffixConfig(**{"block": 1, **options}), INFO, store)
 
 
 @pytest.mark.parametrize(
-    "spec", ["suffix", "suffix:tree=true,factor=2,min_token_prob=0", "suffix:remember=false,offset=0"]
+    "spec", ["suffix", "suffix:tree=true,factor=2,min_token_prob=0", "suffix:remember=false,block=1"]
 )
 def test_the_sample_is_that_of_plain_decoding(bench: Any, spec: str) -> None:
     counts = bench.assert_same_sample(lambda: build_drafter(spec, INFO))
@@ -40,6 +41,19 @@ def test_a_repeated_text_is_drafted_as_far_as_the_match_allows(bench: Any) -> No
     (draft,) = drafter.propose([bench.ask([1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3], depth=8)])
     assert draft.tree.tokens == (3, 4, 5, 6) and draft.scores == (1.0, 1.0, 1.0, 1.0)
     assert draft.tree.is_chain and draft.q is None
+
+
+@pytest.mark.parametrize(("matched", "drafted"), [(1, 3), (2, 3), (3, 3), (4, 7), (7, 7), (8, 9)])
+def test_drafts_fill_the_blocks_that_a_step_is_padded_to(bench: Any, matched: int, drafted: int) -> None:
+    """Three tokens cost no row more than plain decoding has; four more need a match that promises them."""
+    text = [*range(40), 99, *range(10 - matched, 10)]
+    drafter = SuffixDrafter(SuffixConfig(num_speculative_tokens=9), TargetInfo(200, 2048))
+    (draft,) = drafter.propose([bench.ask(text, depth=9)])
+    assert draft.tree.tokens[1:] == tuple(range(10, 10 + drafted))
+
+
+def test_the_block_is_the_one_that_steps_are_padded_to() -> None:
+    assert SuffixConfig().block == ROWS and (SuffixConfig().num_speculative_tokens + 1) % ROWS == 0
 
 
 def test_new_text_drafts_nothing(bench: Any) -> None:
@@ -339,6 +353,7 @@ def test_a_full_disk_ends_no_request_but_is_told_at_the_end(
     "options",
     [
         "max_depth=1",
+        "block=0",
         "factor=-1",
         "factor=inf",
         "factor=nan",

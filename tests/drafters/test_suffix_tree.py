@@ -96,7 +96,7 @@ def naive_best(text: Text, tail: Text, depth: int, limits: Limits) -> tuple[floa
         if not counts[path]:
             break
         prob, score = 1.0, 0.0
-        for _ in range(min(limits.depth, limits.nodes, int(match * limits.factor + limits.offset))):
+        for _ in range(min(limits.depth, limits.room(match))):
             total, top = counts[path], max((counts[(*path, t)], t) for t in range(4))
             prob *= top[0] / total
             if len(path) == depth or not top[0] or prob < limits.floor:
@@ -128,6 +128,7 @@ def test_the_first_step_of_a_guess_is_the_likeliest(text: Text, tail: Text, dept
         st.just(0.0),
         st.sampled_from([0.0, 0.2]),
         st.booleans(),
+        st.sampled_from([1, 4]),
     ),
 )
 def test_guesses_keep_their_limits_and_their_probabilities(text: Text, depth: int, limits: Limits) -> None:
@@ -137,7 +138,7 @@ def test_guesses_keep_their_limits_and_their_probabilities(text: Text, depth: in
     if guess is None:
         return
     assert guess.match <= len(text) - tree.counted
-    assert 1 <= len(guess.tokens) <= min(limits.nodes, int(guess.match * limits.factor))
+    assert 1 <= len(guess.tokens) <= limits.room(guess.match) <= limits.nodes
     assert guess.score == pytest.approx(sum(guess.probs))
     suffix = tuple(text[len(text) - guess.match :])
     paths: list[tuple[int, ...]] = [()]
@@ -149,6 +150,22 @@ def test_guesses_keep_their_limits_and_their_probabilities(text: Text, depth: in
             share *= tree.occurrences((*suffix, *path[: k + 1])) / tree.occurrences((*suffix, *path[:k]))
         assert prob == pytest.approx(share) and prob >= limits.floor - 1e-9
         paths.append(path)
+
+
+@pytest.mark.parametrize(
+    ("factor", "offset", "block", "rooms"),
+    [
+        (1.0, 0.0, 1, [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]),
+        (1.0, 0.0, 4, [3, 3, 3, 7, 7, 7, 7, 9, 9, 9]),
+        (0.5, -1.0, 4, [0, 0, 0, 3, 3, 3, 3, 3, 3, 7]),
+        (1e308, 1e308, 4, [9] * 10),
+    ],
+)
+def test_a_match_has_room_for_whole_blocks(
+    factor: float, offset: float, block: int, rooms: list[int]
+) -> None:
+    limits = Limits(9, 9, factor, offset, block=block)
+    assert [limits.room(match) for match in range(1, 11)] == rooms
 
 
 def test_a_tie_goes_to_the_longer_match_and_the_later_token() -> None:

@@ -14,7 +14,7 @@ HUB = 256  # children; reading more of them at every step costs more than their 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a guess may have: `depth` tokens in a row, `nodes` in all, and match * factor + offset of them.
+    """What a guess may have: `depth` tokens in a row, `nodes` in all, and what its match allows (`room`).
 
     floor: least probability of a path. branch: a tree of the likeliest paths instead of the likeliest chain.
     """
@@ -25,6 +25,15 @@ class Limits:
     offset: float = 0.0
     floor: float = 0.1
     branch: bool = False
+    block: int = 1
+
+    def room(self, match: int) -> int:
+        """Tokens that may follow so long a match: match * factor + offset, and as many more as make, with the
+        root, whole blocks of `block` rows."""
+        own = match * self.factor + self.offset
+        if own >= self.nodes:  # the product may be infinite
+            return self.nodes
+        return min(self.nodes, (int(own) // self.block + 1) * self.block - 1) if own >= 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ def best_guess(tree: SuffixTree, tail: array[int], limits: Limits) -> Guess | No
         found = tree.find(tail, len(tail) - match)
         if found is None:
             break
-        room = int(min(limits.nodes, match * limits.factor + limits.offset))  # the product may be infinite
+        room = limits.room(match)
         if room < 1:
             continue
         guess = (_branches if limits.branch else _chain)(*found, room, limits, match)

@@ -2,9 +2,9 @@
 
 Each row has a suffix tree of its prompt and output, and all rows share one of earlier outputs (Oliaro et
 al., 2411.04975). For every suffix of the row that occurs in a tree the likeliest continuation is
-followed, at most match * factor + offset tokens; the draft is the one with the most expected accepted tokens,
-the sum of its path probabilities. So a draft is long where the text repeats and absent where it is new. The
-row's own tree wins ties.
+followed, at most match * factor + offset tokens and what then fills a block of rows; the draft is the one
+with the most expected accepted tokens, the sum of its path probabilities. So a draft is long where the text
+repeats and absent where it is new. The row's own tree wins ties.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ from slipstream.errors import ParameterError
 class SuffixConfig:
     """num_speculative_tokens: most tokens drafted a step. max_depth: longest match and draft together.
 
-    factor: drafted tokens for every matched one. offset: drafted tokens beyond that. min_token_prob: least
+    factor: drafted tokens for every matched one. offset: drafted tokens beyond that. block: rows that are
+    computed together; drafts are as long as fills, with the root, whole ones. min_token_prob: least
     probability of a path. min_score: draft nothing if fewer accepted tokens are expected. tree: draft the
     likeliest branches, not the likeliest chain. remember: keep finished outputs for later requests.
     max_requests: outputs kept, the oldest go first. max_tokens: tokens kept of them in all. store: file that
     keeps them between runs.
 
-    The defaults make, with the root, 8 rows, a multiple of the 4 a step is padded to; the paper's own are
-    factor=1, offset=0, where a short match drafts little.
+    A step is padded to multiples of 4 rows. So a match of up to 3 tokens drafts 3, which cost nothing, and
+    only a longer one drafts 7, which have to be worth 4 more rows. The paper's own is block=1.
     """
 
     num_speculative_tokens: int = 7
     max_depth: int = 24
     factor: float = 1.0
-    offset: float = 6.0
+    offset: float = 0.0
+    block: int = 4
     min_token_prob: float = 0.1
     min_score: float = 0.0
     tree: bool = False
@@ -59,6 +61,8 @@ class SuffixConfig:
     def __post_init__(self) -> None:
         if self.max_depth < 2:
             raise ParameterError(f"suffix:max_depth must be at least 2, not {self.max_depth}")
+        if self.block < 1:
+            raise ParameterError(f"suffix:block must be 1 or more, not {self.block}")
         for name in ("num_speculative_tokens", "factor", "min_score", "max_requests", "max_tokens"):
             if not getattr(self, name) >= 0:
                 raise ParameterError(f"suffix:{name} must be 0 or more, not {getattr(self, name)}")
@@ -131,7 +135,9 @@ class SuffixDrafter(Drafter):
         self._rows[request.seq_id].catch_up(request.tokens)
         config, budget = self._config, request.budget
         floor = max(config.min_token_prob, budget.stop_below)
-        limits = Limits(budget.depth, budget.nodes, config.factor, config.offset, floor, config.tree)
+        limits = Limits(
+            budget.depth, budget.nodes, config.factor, config.offset, floor, config.tree, config.block
+        )
         best = best_guess(tree, tree.repeated(), limits)
         if self.store is not None:
             best = _better(best, self.store.best(tree.tail(), limits))
