@@ -24,6 +24,7 @@ def parameters(config: dict[str, Any]) -> xllamacpp.CommonParams:
         params.cache_prompt = False
         params.cache_ram_mib = 0
     params.port = config.get("port", 0)
+    params.endpoint_metrics = config.get("metrics", False)
     threads = [params.cpuparams, params.cpuparams_batch]
     speculative = params.speculative
     threads += [speculative.draft.cpuparams, speculative.draft.cpuparams_batch]

@@ -40,19 +40,34 @@ def test_what_the_real_vllm_said() -> None:
     assert recorded("vllm-recorded").models == ("tiny",)
 
 
-def test_sglang_has_gauges_and_no_positions() -> None:
+def test_what_sglangs_collectors_said() -> None:
+    """Two ranks say the same, and parts by priority stand beside the whole: nothing counts twice."""
     seen = rates(recorded("sglang"))
-    assert seen.tau == 2.75 and seen.acceptance == 0.583 and seen.length == 3
+    assert seen.engine == "sglang" and seen.length == 3 and seen.drafts == 144
+    assert (seen.tau, seen.acceptance) == (1 + 223 / 147, 223 / (147 * 3))
     assert seen.per_position == () and seen.best_length is None
-    assert (seen.running, seen.waiting, seen.tokens_per_second) == (5, 9, 210.5)
+    assert (seen.running, seen.waiting, seen.tokens_per_second) == (2, 1, 38.4)
 
 
-def test_llamacpp_and_slipstream() -> None:
-    llama = rates(recorded("llamacpp"))
-    assert llama.engine == "llama.cpp" and llama.tau == 1 + 1650 / 1500 and llama.length == 3
-    assert llama.per_position == () and llama.tokens_per_second == pytest.approx(9.78763)
-    ours = rates(recorded("slipstream"))
-    assert ours.engine == "slipstream" and ours.tau == 3 and ours.per_position == (0.8, 0.6, 0.4, 0.2)
+def test_sglangs_engines_are_summed() -> None:
+    text = "".join(
+        f'sglang:num_running_reqs{{model_name="m",dp_rank="{engine}",tp_rank="{rank}"}} {3 + engine}\n'
+        for engine in range(2)
+        for rank in range(4)
+    )
+    assert parse(text, "u", 0).running == 3 + 4
+
+
+def test_llamacpp_has_no_positions() -> None:
+    seen = rates(recorded("llamacpp"))
+    assert seen.engine == "llama.cpp" and seen.tau == 1 + 1650 / 1500 and seen.length == 3
+    assert seen.per_position == () and seen.tokens_per_second == pytest.approx(9.78763)
+
+
+def test_what_our_own_server_said() -> None:
+    seen = rates(recorded("slipstream"))
+    assert seen.engine == "slipstream" and seen.tau == 1 + 223 / 147 and seen.acceptance == 223 / 436
+    assert seen.per_position == (96 / 147, 67 / 147, 60 / 147) and seen.running == seen.waiting == 0
 
 
 def test_between_two_readings_only_what_is_new_counts() -> None:

@@ -82,7 +82,7 @@ def _samples(text: str, url: str) -> Iterable[tuple[str, dict[str, str], float]]
 
 
 class _Table:
-    """Samples by name, summed over engines, ranks and models."""
+    """Samples by name, summed over engines and models."""
 
     def __init__(self, samples: list[tuple[str, dict[str, str], float]]) -> None:
         self.samples = samples
@@ -94,6 +94,16 @@ class _Table:
             if found:
                 return sum(found)
         return None
+
+    def over_engines(self, name: str) -> float | None:
+        """The sum over SGLang's data-parallel engines: its ranks all say the same, if they are told to, and
+        beside the whole (an empty priority) stand the parts by priority."""
+        engines: dict[tuple[str, str], float] = {}
+        for n, labels, value in self.samples:
+            if n == name and not labels.get("priority"):
+                engine = labels.get("model_name", ""), labels.get("dp_rank", "")
+                engines[engine] = max(value, engines.get(engine, value))
+        return sum(engines.values()) if engines else None
 
     def mean(self, name: str) -> float | None:
         """The mean over ranks, of those that are above 0."""
@@ -144,12 +154,12 @@ def _sglang(table: _Table, url: str, engine: str, at: float) -> Reading:
         at,
         drafts=table.total("spec_verify_calls_total"),
         tokens=table.total("generation_tokens_total"),
-        running=table.total("num_running_reqs"),
-        waiting=table.total("num_queue_reqs"),
+        running=table.over_engines("num_running_reqs"),
+        waiting=table.over_engines("num_queue_reqs"),
         tau=table.mean("spec_accept_length"),
         acceptance=table.mean("spec_accept_rate"),
         steps=table.mean("spec_num_steps"),
-        throughput=table.total("gen_throughput"),
+        throughput=table.over_engines("gen_throughput"),
         models=table.models(),
     )
 
