@@ -68,7 +68,7 @@ def curves(session: slipstream.Session, args: argparse.Namespace, asked: Sequenc
 def run(args: argparse.Namespace) -> Report:
     if args.report:
         measured = read_bundle(args.measurement) if args.measurement.exists() else None
-        return make_report(read_bench(args.out), measured)
+        return make_report(read_bench(args.out), measured, claims=True)
     torch.set_num_threads(args.threads)
     asked = choose(args.prompts, [], args.limit)
     plan = Plan(
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Report:
                 progress=shown,
             )
     keep_bundle(args.out, found)
-    return make_report(found, measured)
+    return make_report(found, measured, claims=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_json(to_json(report))
     else:
         show(report)
-        show_figures(report, details=True)
+        show_figures(report)
     if not report.exact:
         parser.exit(1)
 

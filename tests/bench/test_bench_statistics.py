@@ -381,6 +381,11 @@ def test_the_report_shows_it_all(before: BenchBundle) -> None:
         assert words in page
     assert "http" not in page.replace("http://www.w3.org", "") and "<script" not in page
     assert "faster" in page and not re.search(r"\bnan\b", page)
+    assert told["figures"] == [] and "What is claimed" not in page, (
+        "the project's claims are the sweep's matter"
+    )
+    claimed = make_report(bundle, curve(), claims=True)
+    assert len(to_json(claimed)["figures"]) == 6 and "What is claimed" in to_html(claimed)
 
 
 def test_other_tokens_are_told_and_make_it_broken(before: BenchBundle) -> None:

@@ -23,9 +23,9 @@ SCHEMA = "slipstream-bench-report/1"
 
 @dataclass(frozen=True)
 class Report:
-    """All that is said of a bench. compared, figures: of predictions, if there is a measurement. comparison:
-    with a baseline, if there is one. notes: what a reader has to know. replayed: drafters that
-    were not run."""
+    """All that is said of a bench. figures: the project's own claims, if they were asked for. compared:
+    predictions beside what was measured, if there is a measurement. comparison: with a baseline, if there is
+    one. notes: what a reader has to know. replayed: drafters that were not run."""
 
     summary: Summary
     figures: tuple[Figure, ...]
@@ -56,9 +56,15 @@ class Report:
 
 
 def make_report(
-    bundle: BenchBundle, measurement: Bundle | None = None, baseline: BenchBundle | None = None
+    bundle: BenchBundle,
+    measurement: Bundle | None = None,
+    baseline: BenchBundle | None = None,
+    *,
+    claims: bool = False,
 ) -> Report:
-    """Raises ParameterError where the measurement or the baseline is of another model."""
+    """claims: whether the sweep shows what the project claims of its planner (`bench/sweep.py`); of any other
+    bench they say nothing. Raises ParameterError where the measurement or the baseline is of another model.
+    """
     summary = Summary(bundle)
     predictor = None if measurement is None else Predictor(summary, measurement)
     notes = [f"The machine was not quiet: {reason}." for reason in summary.busy]
@@ -74,7 +80,7 @@ def make_report(
         )
     return Report(
         summary,
-        tuple(figures(summary, predictor)),
+        tuple(figures(summary, predictor)) if claims else (),
         () if predictor is None else tuple(predictor.cells()),
         None if baseline is None else compare(bundle, baseline),
         tuple(notes),

@@ -33,7 +33,6 @@ def show(report: Report) -> None:
         _comparison(report)
     if report.replayed:
         _replayed(report)
-    show_figures(report)
 
 
 def _condition(report: Report, batch: int, temperature: float) -> Table:
@@ -103,15 +102,13 @@ def _comparison(report: Report) -> None:
         console.print(table)
 
 
-def show_figures(report: Report, *, details: bool = False) -> None:
-    """What is claimed and whether it was met; details: with what each is made of."""
+def show_figures(report: Report) -> None:
+    """What is claimed, whether it was met, and what that is made of."""
     from slipstream.cli.output import stdout
 
     console = stdout()
-    told = [f for f in report.figures if details or f.met is not None]
-    if told:
-        console.print()
-    for figure in told:
+    console.print()
+    for figure in report.figures:
         console.print(f"{figure.claim}: {figure.verdict}; {figure.found}", markup=False)
-        for line in figure.lines if details else ():
+        for line in figure.lines:
             console.print(f"  {line}", markup=False, style="dim")
