@@ -368,6 +368,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="a new folder to keep everything in")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with us
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background shells ignore it
     with tempfile.TemporaryDirectory() as scratch:
         work = (args.work or Path(scratch)).absolute()
         work.mkdir(parents=True, exist_ok=True)
