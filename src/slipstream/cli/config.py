@@ -26,7 +26,12 @@ class Form(str, Enum):
 
 
 PlanFile = Annotated[
-    Path | None, typer.Option("--plan", help="A plan as JSON; options win over it.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--plan",
+        help="What `slipstream plan --json` printed, or a plan's fields as JSON; options win over it.",
+        show_default=False,
+    ),
 ]
 Target = Annotated[str | None, typer.Option(help="The target model: folder or hub name.", show_default=False)]
 DrafterOption = Annotated[
@@ -49,13 +54,22 @@ DraftParallel = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Any other field of the plan, as name=value; may be repeated.", show_default=False
+        "--set",
+        help="Any other field of the plan, as name=value; may be repeated (slipstream config --help names"
+        " them).",
+        show_default=False,
     ),
 ]
 
 
 def config(
-    engine: Annotated[str, typer.Argument(help="vllm==0.32.0, sglang, llama.cpp.", show_default=False)],
+    engine: Annotated[
+        str,
+        typer.Argument(
+            help="vllm, sglang or llama.cpp; a version as vllm==0.32.0, else the newest that was read.",
+            show_default=False,
+        ),
+    ],
     plan: PlanFile = None,
     target: Target = None,
     drafter: DrafterOption = None,
@@ -75,13 +89,20 @@ def config(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Print an engine's configuration for a plan: what that version lacks is refused, with the reason."""
+    """Print an engine's configuration for a plan: what that version lacks is refused, with the reason.
+
+    Fields for --set: dtype, quantization, max_model_len, max_running; of the draft draft_quantization,
+    draft_max_model_len, heterogeneous_vocab, probabilistic, prompt_lookup_min, prompt_lookup_max; host, port;
+    in a cluster name, replicas, image, volume_claim; predicted_tau, predicted_acceptance, which deploy
+    checks; notes; extra, further options of the engine as JSON.
+    """
     from slipstream.cli.output import print_json
-    from slipstream.export.config import settings
-    from slipstream.export.manifest import manifest, options_yaml
     from slipstream.model.store import write_atomic
 
     wanted = plan_of(engine, plan, target, drafter, model, tokens, per_batch, off_above, tp, draft_tp, set_)
+    from slipstream.export.config import settings
+    from slipstream.export.manifest import manifest, options_yaml
+
     made = settings(wanted)
     if json_:
         print_json(
@@ -97,7 +118,9 @@ def config(
         )
         return
     if form is Form.json and made.plan.parsed_engine.name != "vllm":
-        raise ParameterError(f"{made.plan.engine} has no speculative config; print its command or yaml")
+        raise ParameterError(f"{made.plan.engine} has no speculative config; print its command or manifest")
+    if form is Form.json and made.speculative is None:
+        raise ParameterError("nothing is drafted, so there is no speculative config: name a --drafter")
     forms: dict[Form, Callable[[], str]] = {
         Form.command: made.shell,
         Form.json: made.speculative_json,
@@ -114,6 +137,8 @@ def config(
             write_atomic(output.parent / name, content + "\n")
         else:
             typer.echo(f"{name}:\n{content}", err=True)
+    if plan is None and drafter is None:
+        typer.echo("note: nothing is drafted: name a --drafter", err=True)
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)
 
@@ -130,18 +155,21 @@ def plan_of(
     tp: int | None,
     draft_tp: int | None,
     settings: list[str] | None,
+    *,
+    here: bool = False,
 ) -> DeployPlan:
-    """The plan of a file and options; the options win."""
+    """The plan of a file and options; the options win. here: the engine runs on this machine."""
     try:
         from slipstream.export.deploy_plan import make_plan, read_plan
     except ImportError as error:
         raise ParameterError(f"this needs {error.name}: pip install 'slipstream-lm[scale]'") from None
+    from slipstream.export.engines import parse_engine
 
     given: dict[str, Any] = {
         "engine": engine,
-        "target": target,
+        "target": None if target is None else _known_to_engines(target, here),
         "drafter": drafter,
-        "model": model,
+        "model": None if model is None else _known_to_engines(model, here),
         "num_speculative_tokens": tokens,
         "per_batch_size": None if per_batch is None else _rows(per_batch),
         "off_above": off_above,
@@ -159,7 +187,28 @@ def plan_of(
             raise ParameterError(f"--set {item}: lists and objects are written as JSON") from None
     if file is None and "target" not in changes:
         raise ParameterError("give --target MODEL, or --plan FILE")
-    return make_plan(**changes) if file is None else read_plan(file, **changes)
+    if file is None:
+        return make_plan(**changes)
+    if engine is not None and "==" not in engine:  # the version is the file's
+        said = read_plan(file, **{name: value for name, value in changes.items() if name != "engine"})
+        if said.parsed_engine.name == parse_engine(engine).name:
+            return said
+    return read_plan(file, **changes)
+
+
+def _known_to_engines(name: str, here: bool) -> str:
+    """A model as an engine finds it: Slipstream's short names are not known elsewhere."""
+    from slipstream.export.from_plan import engine_name
+
+    found = engine_name(name)
+    if found == name:
+        return name
+    if here:
+        from slipstream.model.load import local_folder
+
+        found = str(local_folder(name) or found)
+    typer.echo(f"note: {name} is a name of Slipstream's, for engines it is {found}", err=True)
+    return found
 
 
 def _rows(text: str) -> list[tuple[int, int, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -24,16 +23,11 @@ from slipstream.cli.config import (
     Tokens,
     plan_of,
 )
-
-
-class EngineName(str, Enum):
-    """What can be started."""
-
-    vllm = "vllm"
+from slipstream.errors import ParameterError
 
 
 def deploy(
-    engine: Annotated[EngineName, typer.Argument(help="vllm.", show_default=False)],
+    engine: Annotated[str, typer.Argument(help="vllm, or vllm==VERSION.", show_default=False)],
     plan: PlanFile = None,
     version: Annotated[
         str | None, typer.Option(help="The engine's version; default: the installed one.", show_default=False)
@@ -62,18 +56,26 @@ def deploy(
     prediction; then nothing is left running.
     """
     from slipstream.cli.output import print_json
-    from slipstream.deploy.check import check
-    from slipstream.deploy.process import Server
     from slipstream.deploy.program import find_program
-    from slipstream.export.config import settings
-    from slipstream.export.engines import NEWEST
-    from slipstream.export.manifest import manifest as write_manifest
+    from slipstream.export.engines import NEWEST, parse_engine
     from slipstream.model.store import write_atomic
 
-    if version is None and plan is None:
-        version = find_program(executable).version or NEWEST["vllm"]
-    named = None if version is None else f"vllm=={version}"
-    wanted = plan_of(named, plan, target, drafter, model, tokens, per_batch, off_above, tp, draft_tp, set_)
+    _require_vllm(parse_engine(engine).name)
+    version = version or engine.partition("==")[2]
+    named = f"vllm=={version}" if version else None
+    wanted = plan_of(
+        named, plan, target, drafter, model, tokens, per_batch, off_above, tp, draft_tp, set_,
+        here=manifest is None,
+    )  # fmt: skip
+    from slipstream.deploy.check import check
+    from slipstream.deploy.process import Server
+    from slipstream.export.config import settings
+    from slipstream.export.manifest import manifest as write_manifest
+
+    _require_vllm(wanted.parsed_engine.name)
+    if "==" not in wanted.engine:  # a plan's own version comes first
+        installed = find_program(executable).version or NEWEST["vllm"]
+        wanted = wanted.model_copy(update={"engine": f"vllm=={installed}"})
     made = settings(wanted)
     if manifest is not None:
         write_atomic(manifest, write_manifest(made))
@@ -99,6 +101,14 @@ def deploy(
         while True:
             time.sleep(0.5)
             server.require_alive()
+
+
+def _require_vllm(name: str) -> None:
+    if name != "vllm":
+        raise ParameterError(
+            f"only vLLM is started, not {name}: print its command or manifest with `slipstream config {name}`,"
+            " start it, and look at it with `slipstream watch URL`"
+        )
 
 
 def _measured(tau: float | None, positions: tuple[float, ...]) -> str:

@@ -84,7 +84,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 
 
 def _notes(plan: DeployPlan) -> tuple[str, ...]:
-    notes = []
+    notes = [*plan.notes]
     if plan.drafter != "none":
         notes.append(
             "engines draft chains: a tree's acceptance is not reached, compare with a chain of the same"
@@ -195,7 +195,8 @@ def _llamacpp(plan: DeployPlan) -> Settings:
             raise ParameterError(f"llama.cpp has no {plan.drafter}: it takes {', '.join(kinds)}")
         if plan.lengths is not None:
             raise ParameterError(
-                "llama.cpp has one draft length for all batch sizes: leave per_batch_size out"
+                "llama.cpp has one draft length for all batch sizes: give one (--tokens N), and neither"
+                " per_batch_size nor off_above"
             )
         options["spec-type"] = kinds[plan.drafter]
         if plan.model is not None:

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from slipstream.core import jsontext
 from slipstream.errors import ParameterError
-from slipstream.export.engines import Engine, parse_engine
+from slipstream.export import from_plan
+from slipstream.export.engines import Engine, closest, parse_engine
 
 Drafter = Literal["none", "draft_model", "eagle", "eagle3", "medusa", "ngram", "suffix", "mtp"]
 _WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa")
@@ -23,7 +24,7 @@ class DeployPlan(BaseModel):
     running requests, [first, last, length]; length 0 is plain decoding. off_above: no drafting above so
     many running requests. draft_quantization: an engine's name for it. probabilistic: drafts are sampled
     and verified by the ratio test. predicted_tau, predicted_acceptance: what was measured for this pair
-    (tokens a pass; per position, unconditional).
+    (tokens a pass; per position, unconditional). notes: what is to be said beside the configuration.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,6 +57,7 @@ class DeployPlan(BaseModel):
     volume_claim: str = "models"
     predicted_tau: float | None = Field(default=None, ge=1)
     predicted_acceptance: list[float] | None = None
+    notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _fits(self) -> DeployPlan:
@@ -63,7 +65,11 @@ class DeployPlan(BaseModel):
         if self.drafter in _WITH_MODEL and not self.model:
             raise ValueError(f"drafter {self.drafter} needs a model: the folder or hub name of the draft")
         if self.drafter not in _WITH_MODEL and self.model:
-            raise ValueError(f"drafter {self.drafter} has no model of its own: leave model out")
+            raise ValueError(
+                "a model is given and no drafter: say how it drafts (draft_model, eagle, eagle3 or medusa)"
+                if self.drafter == "none"
+                else f"drafter {self.drafter} has no model of its own: leave model out"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError("prompt_lookup_min may not exceed prompt_lookup_max")
         if self.per_batch_size is not None:
@@ -119,7 +125,7 @@ def make_plan(**values: Any) -> DeployPlan:
 
 
 def read_plan(file: Path, **changes: Any) -> DeployPlan:
-    """A plan from a JSON file; `changes` win over the file."""
+    """A plan from a JSON file: its fields, or what `slipstream plan --json` printed. `changes` win over it."""
     try:
         values = jsontext.parse(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -129,15 +135,28 @@ def read_plan(file: Path, **changes: Any) -> DeployPlan:
     if not isinstance(values, dict):
         raise ParameterError(f"the plan {file} must be a JSON object")
     try:
+        if from_plan.is_advice(values):
+            values = from_plan.deployment(values, changes)
+    except ParameterError as error:
+        raise ParameterError(f"the plan {file} cannot be used: {error}") from None
+    try:
         return DeployPlan(**{**values, **changes})
     except ValidationError as error:
         raise ParameterError(f"the plan {file} cannot be used: {_told(error)}") from None
 
 
 def _told(error: ValidationError) -> str:
-    return "; ".join(
+    unknown = [str(e["loc"][0]) for e in error.errors() if e["type"] == "extra_forbidden"]
+    parts = [
         ": ".join(
             part for part in (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) if part
         )
         for e in error.errors()
-    )
+        if e["type"] != "extra_forbidden"
+    ]
+    for name in unknown:
+        meant = closest(name, DeployPlan.model_fields)
+        parts.append(f"there is no field {name}" + (f", did you mean {meant}?" if meant else ""))
+    if unknown:
+        parts.append(f"the fields are {', '.join(DeployPlan.model_fields)}")
+    return "; ".join(parts)

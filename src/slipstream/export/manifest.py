@@ -32,7 +32,9 @@ def to_yaml(*documents: Any) -> str:
 
 
 def options_yaml(settings: Settings) -> str:
-    """What `vllm serve --config FILE` and SGLang's `--config FILE` read."""
+    """What `vllm serve --config FILE` and SGLang's `--config FILE` read. ParameterError for llama.cpp."""
+    if settings.plan.parsed_engine.name == "llama.cpp":
+        raise ParameterError("llama-server reads no YAML file: print its command or a manifest")
     return to_yaml(settings.options)
 
 
