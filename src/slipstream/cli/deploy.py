@@ -106,8 +106,8 @@ def deploy(
 def _require_vllm(name: str) -> None:
     if name != "vllm":
         raise ParameterError(
-            f"only vLLM is started, not {name}: print its command or manifest with `slipstream config {name}`,"
-            " start it, and look at it with `slipstream watch URL`"
+            f"only vLLM is started, not {name}: `slipstream config {name}` prints its command or manifest;"
+            " when it runs, `slipstream watch URL` looks at it"
         )
 
 

@@ -37,11 +37,20 @@ class Aux(str, Enum):
 def export(
     to: Annotated[To, typer.Argument(help="vllm, sglang or hf.", show_default=False)],
     drafter: Annotated[
-        str, typer.Argument(help="A draft model or a folder of trained heads.", show_default=False)
+        str,
+        typer.Argument(
+            help="A draft model, a folder of trained heads, or what --drafter takes: medusa and eagle are the"
+            " heads that come with Slipstream for the target.",
+            show_default=False,
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="A new folder.", show_default=False)],
     target: Annotated[
-        str | None, typer.Option(help="The target: what it fits is checked.", show_default=False)
+        str | None,
+        typer.Option(
+            help="The target, to check that the drafter fits; hf takes a draft model without.",
+            show_default=False,
+        ),
     ] = None,
     name: Annotated[
         str | None,
@@ -70,8 +79,8 @@ def export(
         raise ParameterError(
             "name the target with --target: what does not fit it is found before a server starts"
         )
-    source = resolve(drafter)
     base = None if target is None else resolve(target)
+    source = _source(drafter, base)
     if to is To.hf or base is None:
         report = export_hf(source, output, base, aux=aux.value)
     elif to is To.vllm:
@@ -96,3 +105,21 @@ def export(
     for change in report.changes:
         typer.echo(f"changed: {change}")
     typer.echo(f"start it: {report.start}")
+
+
+def _source(drafter: str, base: Path | None) -> Path:
+    """The folder of a drafter, named by itself or as `--drafter` takes it."""
+    from slipstream.export.target import read_parts
+    from slipstream.model.house import house_drafter
+    from slipstream.model.load import resolve
+
+    kind, _, options = drafter.partition(":")
+    where = {"draft_model": "model", "medusa": "heads", "eagle": "heads"}.get(kind)
+    if where is None or Path(drafter).exists():
+        return resolve(drafter)
+    named = [part.removeprefix(f"{where}=") for part in options.split(",") if part.startswith(f"{where}=")]
+    if named:
+        return resolve(named[0])
+    if base is None:
+        raise ParameterError(f"which {kind} it is depends on the target: name it with --target")
+    return house_drafter(kind.removesuffix("_model"), read_parts(base).fingerprint)

@@ -11,7 +11,7 @@ import typer
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
     from slipstream.watch.metrics import Reading, WatchError
     from slipstream.watch.rates import Rates
@@ -50,13 +50,22 @@ def watch(
     ] = None,
 ) -> None:
     """Show tau, acceptance by position, tokens/s, load and advice for servers of vLLM, SGLang, llama.cpp or
-    Slipstream. Exit status 1 with --once if a server cannot be read or accepts next to nothing."""
+    Slipstream.
+
+    First since the servers' start, then since the reading before. LENGTH: drafted tokens a step. BEST: the
+    length with the most tokens for what it costs. With --once the exit status is 1 if a server cannot be read
+    or an advice is marked with an exclamation mark.
+    """
     from slipstream.watch.alerts import alert_rules
     from slipstream.watch.fetch import metrics_url
     from slipstream.watch.rates import ASSUMED_COST
 
     if alerts is not None:
         typer.echo(alert_rules(alerts, predicted_tau, off_above).rstrip("\n"))
+        typer.echo("note: name the file that this is written to under rule_files in prometheus.yml", err=True)
+        for option, value in (("--predicted-tau", predicted_tau), ("--off-above", off_above)):
+            if value is None:
+                typer.echo(f"note: {option} adds a rule", err=True)
         return
     if chart is not None and history is None:
         raise ParameterError("--chart draws a --history: name its file")
@@ -139,7 +148,12 @@ class _Watcher:
                 rows = [self.row(url, r) for url, r in zip(self.urls, self.look(), strict=True)]
                 typer.echo(json.dumps(rows, ensure_ascii=False))
             return False
-        with Live(console=stdout(), auto_refresh=False) as live:
+        console = stdout()
+        if not console.is_terminal:  # there is nothing to draw over
+            for _ in self._ticks(every, count):
+                console.print(self.table(self.look()))
+            return False
+        with Live(console=console, auto_refresh=False) as live:
             for _ in self._ticks(every, count):
                 live.update(self.table(self.look()), refresh=True)
         return False
@@ -163,28 +177,27 @@ class _Watcher:
             return {"url": url, "error": str(seen)}
         return {**seen.as_dict(), "advice": self.advice(seen)}
 
-    def table(self, seen: list[Rates | WatchError]) -> Table:
+    def table(self, seen: list[Rates | WatchError]) -> Group:
+        """The numbers, and below them for each server what is wrong or advised: ! is to be acted on."""
+        from rich.console import Group
+        from rich.text import Text
+
         from slipstream.cli.output import plain_table
 
         table = plain_table(
-            "SERVER",
-            "TAU",
-            "ACCEPTED BY POSITION",
-            "LENGTH",
-            "BEST",
-            "TOKENS/S",
-            "RUNNING",
-            "WAITING",
-            "ADVICE",
-        )
+            "\nSERVER", "\nENGINE", "\nTAU", "ACCEPTED\nBY POSITION", "\nLENGTH", "\nBEST", "\nTOKENS/S",
+            "\nRUNNING", "\nWAITING",
+        )  # fmt: skip
+        told = list[Text]()
         for url, rates in zip(self.urls, seen, strict=True):
-            name = url.removesuffix("/metrics").replace("[", r"\[")
+            name = url.removesuffix("/metrics").removeprefix("http://")
             if isinstance(rates, Exception):
-                table.add_row(name, *["-"] * 7, str(rates).replace("[", r"\["))
+                table.add_row(Text(name), *["-"] * 8)
+                told.append(Text(f"! {rates}"))
                 continue
-            told = "; ".join(a["text"] for a in self.advice(rates))
             table.add_row(
-                f"{name} ({rates.engine})",
+                Text(name),
+                rates.engine,
                 _number(rates.tau, 2),
                 " ".join(f"{p:.0%}" for p in rates.per_position) or "-",
                 _number(rates.length, 1),
@@ -192,9 +205,11 @@ class _Watcher:
                 _number(rates.tokens_per_second, 1),
                 _number(rates.running, 0),
                 _number(rates.waiting, 0),
-                told.replace("[", r"\["),
             )
-        return table
+            told += [
+                Text(f"{'! ' if a['level'] == 'act' else ''}{name}: {a['text']}") for a in self.advice(rates)
+            ]
+        return Group(table, *told)
 
 
 def _number(value: float | None, digits: int) -> str:

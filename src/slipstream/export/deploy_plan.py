@@ -125,7 +125,7 @@ def make_plan(**values: Any) -> DeployPlan:
 
 
 def read_plan(file: Path, **changes: Any) -> DeployPlan:
-    """A plan from a JSON file: its fields, or what `slipstream plan --json` printed. `changes` win over it."""
+    """A plan from a JSON file: its fields, or what `slipstream plan --json` printed; `changes` win."""
     try:
         values = jsontext.parse(file.read_text(encoding="utf-8"))
     except OSError as error:

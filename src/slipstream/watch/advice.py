@@ -84,16 +84,17 @@ def advise(seen: Rates, off_above: int | None = None, predicted_tau: float | Non
 
 def _length(best: int, length: float, per_position: tuple[float, ...]) -> list[Advice]:
     drafted = round(length)
+    tokens = "1 token" if best == 1 else f"{best} tokens"
+    if best == 0:
+        return [Advice("look", "drafting costs more than it brings at this acceptance: turn it off")]
     if best < drafted:
         last = per_position[min(drafted, len(per_position)) - 1]
         return [
             Advice(
                 "look",
-                f"the draft is too long: {last:.0%} of drafts reach token {drafted}; draft {best} tokens",
+                f"the draft is too long: {last:.0%} of drafts reach token {drafted}; draft {tokens}",
             )
         ]
     if best > drafted:
-        return [
-            Advice("look", f"the draft is short: {per_position[-1]:.0%} reach its end; draft {best} tokens")
-        ]
+        return [Advice("look", f"the draft is short: {per_position[-1]:.0%} reach its end; draft {tokens}")]
     return []

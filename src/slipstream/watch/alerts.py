@@ -11,8 +11,8 @@ _PREFIX = {"vllm": "vllm:", "llama.cpp": "llamacpp:", "slipstream": "slipstream:
 
 
 def alert_rules(engine: str, predicted_tau: float | None = None, off_above: int | None = None) -> str:
-    """A rules file: acceptance near zero, tau far below the plan's, drafting under compute-bound load,
-    server gone.
+    """A rules file: acceptance near zero; tau far below the plan's and drafting under compute-bound load, if
+    these are told.
 
     engine: vllm, sglang, llama.cpp or slipstream.
     """
