@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -119,6 +121,57 @@ def test_config_refuses_with_the_reason(invoke: Invoke, tmp_path: Path) -> None:
     assert "--port 9001" in done.stdout and '"prompt_lookup_max": 6' in done.stdout
 
 
+def test_config_says_what_is_missing(invoke: Invoke) -> None:
+    plain = invoke("config", "vllm", "--target", "t")
+    assert plain.exit_code == 0 and "name a --drafter" in plain.stderr
+    none = invoke("config", "vllm", "--target", "t", "--form", "json")
+    assert none.exit_code == 2 and "name a --drafter" in none.stderr and not none.stdout
+    model = invoke("config", "vllm", "--target", "t", "--model", "m")
+    assert model.exit_code == 2 and "say how it drafts" in model.stderr
+    field = invoke("config", "vllm", "--target", "t", "--set", "max_len=3")
+    assert field.exit_code == 2 and "did you mean max_model_len?" in field.stderr
+    yaml = ("config", "llama.cpp", "--target", "t.gguf", "--form", "yaml")
+    assert invoke(*yaml).exit_code == 2 and "reads no YAML" in invoke(*yaml).stderr
+
+
+def test_engines_are_told_names_that_they_know(invoke: Invoke) -> None:
+    done = invoke("config", "vllm", "--target", "qwen2.5-coder-1.5b", "--drafter", "ngram")
+    assert done.stdout.startswith("vllm serve Qwen/Qwen2.5-Coder-1.5B-Instruct ")
+    assert "note: qwen2.5-coder-1.5b is a name of Slipstream's" in done.stderr
+
+
+def test_a_plans_version_stays(invoke: Invoke, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"engine": "vllm==0.32.0", "target": "t", "drafter": "medusa", "model": "m"}')
+    assert invoke("config", "vllm", "--plan", str(plan)).exit_code == 0, "0.32.0 has Medusa"
+    assert invoke("config", "vllm==0.33.0", "--plan", str(plan)).exit_code == 2
+    assert "sglang 0.5.23" in invoke("config", "sglang", "--plan", str(plan)).stderr
+
+
+@pytest.mark.parametrize("command", [("config",), ("deploy",)])
+def test_without_the_extra_one_line_says_so(command: tuple[str, ...]) -> None:
+    code = (
+        "import sys; sys.modules['pydantic'] = None\n"
+        "from slipstream.cli.main import main\n"
+        f"main({[*command, 'vllm==0.32.0', '--target', 't']!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "pip install 'slipstream-lm[scale]'" in done.stderr
+
+
+def test_help_and_document_name_every_field(invoke: Invoke) -> None:
+    from slipstream.export.deploy_plan import DeployPlan
+
+    told = invoke("config", "--help").stdout
+    page = (HERE.parents[1] / "docs" / "scale-out.md").read_text(encoding="utf-8")
+    by_options = "engine target drafter model num_speculative_tokens per_batch_size off_above".split()
+    by_options += ["tensor_parallel", "draft_tensor_parallel"]
+    for name in DeployPlan.model_fields:
+        assert f"`{name}`" in page, name
+        assert name in by_options or re.search(rf"\b{name}\b", told), name
+
+
 # -- export -----------------------------------------------------------------------------------------
 
 
@@ -135,6 +188,30 @@ def test_export_says_who_takes_it(invoke: Invoke, tmp_path: Path) -> None:
     start = json.loads(invoke(*arguments[:-1], str(tmp_path / "two"), "--json").stdout)["start"]
     assert invoke("lint", start, "--engine", "vllm==0.32.0").exit_code == 0, "what it says to start is right"
     assert "name the target" in invoke("export", "vllm", str(draft), "-o", str(tmp_path / "x")).stderr
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kind"), [("eagle", "eagle3"), ("medusa", "medusa"), ("draft_model", "draft_model")]
+)
+def test_export_takes_the_drafters_that_come_with_slipstream(
+    invoke: Invoke, tmp_path: Path, drafter: str, kind: str
+) -> None:
+    done = invoke("export", "vllm", drafter, "--target", "tiny", "-o", str(tmp_path / "out"), "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["kind"] == kind and (tmp_path / "out" / "config.json").is_file()
+
+
+def test_export_takes_a_drafter_as_it_is_said_elsewhere(invoke: Invoke, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert invoke("export", "vllm", "eagle", "--target", "tiny", "-o", str(first)).exit_code == 0
+    done = invoke("export", "vllm", f"eagle:heads={first}", "--target", "tiny", "-o", str(second))
+    assert done.exit_code == 0, done.output
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    without = invoke("export", "hf", "eagle", "-o", str(tmp_path / "x"))
+    assert without.exit_code == 2 and "--target" in without.stderr
+    other = save_tiny(tmp_path / "other")
+    none = invoke("export", "vllm", "medusa", "--target", str(other), "-o", str(tmp_path / "x"))
+    assert none.exit_code == 2 and "no medusa for this target" in none.stderr
 
 
 # -- watch ------------------------------------------------------------------------------------------
@@ -177,6 +254,31 @@ def test_watch_reads_many_servers(invoke: Invoke, served: Callable[[str], str], 
     live = invoke("watch", urls[0], "--json", "--every", "0.1", "--count", "2")
     first, second = (json.loads(line)[0] for line in live.stdout.splitlines())
     assert first["drafts"] == 1000 and second["drafts"] == 0 and second["seconds"] > 0
+
+
+def test_watch_fits_a_terminal(served: Callable[[str], str]) -> None:
+    import io
+
+    from rich.console import Console
+
+    from slipstream.cli.watch import _Watcher
+    from slipstream.watch.rates import ASSUMED_COST
+
+    urls = [served(name) for name in ("vllm", "sglang", "llamacpp", "slipstream", "none")]
+    out = io.StringIO()
+    watcher = _Watcher([url for url in urls], ASSUMED_COST, 4, None, None)
+    Console(file=out, width=80).print(watcher.table(watcher.look()))
+    text = out.getvalue()
+    for head in ("SERVER", "ENGINE", "ACCEPTED", "BY POSITION", "TOKENS/S", "RUNNING", "WAITING"):
+        assert head in text, "not folded"
+    assert "80% 50% 20%" in text and "llama.cpp" in text
+    assert f"! {urls[0].removesuffix('/metrics').removeprefix('http://')}: 8 requests run" in text
+    assert "answers 404" in text
+
+
+def test_watch_that_is_piped_writes_every_reading(invoke: Invoke, served: Callable[[str], str]) -> None:
+    done = invoke("watch", served("vllm"), "--every", "0.1", "--count", "2")
+    assert done.exit_code == 0 and done.stdout.count("TAU") == 2
 
 
 def test_watch_says_what_is_wrong(invoke: Invoke, served: Callable[[str], str]) -> None:
@@ -301,6 +403,26 @@ def test_deploy_meets_a_taken_port_a_missing_program_and_a_slow_start(
     assert done.exit_code == 2 and "there is no program" in done.stderr
 
 
+def test_deploy_starts_vllm_only(invoke: Invoke, tmp_path: Path) -> None:
+    done = invoke("deploy", "sglang", "--target", "t")
+    assert done.exit_code == 2 and "only vLLM is started" in done.stderr
+    assert "slipstream config sglang" in done.stderr
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"engine": "llama.cpp", "target": "t.gguf"}')
+    assert "slipstream config llama.cpp" in invoke("deploy", "vllm", "--plan", str(plan)).stderr
+
+
+def test_deploy_takes_the_installed_version_for_a_plan_without_one(invoke: Invoke, tmp_path: Path) -> None:
+    plan, file = tmp_path / "plan.json", tmp_path / "m.yaml"
+    fake = ("--executable", str(HERE / "fake_vllm.py"), "--manifest", str(file))
+    for engine, version in (("vllm", "0.32.0"), ("vllm==0.31.0", "0.31.0")):
+        plan.write_text(json.dumps({"engine": engine, "target": "t"}))
+        assert invoke("deploy", "vllm", "--plan", str(plan), *fake).exit_code == 0
+        assert f"vllm-openai:v{version}" in file.read_text()
+    assert invoke("deploy", "vllm==0.30.0", "--plan", str(plan), *fake).exit_code == 0
+    assert "vllm-openai:v0.30.0" in file.read_text()
+
+
 def test_deploy_writes_a_manifest(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "m.yaml"
     done = invoke(
@@ -353,3 +475,54 @@ def test_sigterm_stops_the_engine_too(tmp_path: Path, port: int) -> None:
     while any(alive(pid) for pid in started) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in started if alive(pid)]
+
+
+# -- the document -----------------------------------------------------------------------------------
+
+
+def block(heading: str, page: str = "docs/scale-out.md") -> list[list[str]]:
+    """The words of the commands in the first shell block below a heading."""
+    text = (HERE.parents[1] / page).read_text(encoding="utf-8")
+    code = re.findall(r"```sh\n(.*?)```", text[text.index(f"# {heading}\n") :], re.DOTALL)[0]
+    return [shlex.split(line, comments=True) for line in code.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_five_commands(
+    invoke: Invoke, served: Callable[[str], str], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAKE_VLLM", "good")
+    monkeypatch.setenv("FAKE_VLLM_PIDS", str(tmp_path / "pids"))
+    commands = block("From laptop to cluster in five commands")
+    assert [words[1] for words in commands] == ["export", "deploy", "config", "lint", "watch"]
+    instead = {"qwen2.5-coder-1.5b": "tiny", "http://localhost:8000": served("vllm")}
+    more = {
+        "deploy": ("--executable", str(HERE / "fake_vllm.py"), "--set", f"port={port}"),
+        "watch": ("--once",),
+    }
+    before = signal.getsignal(signal.SIGTERM)
+    for words in commands:
+        done = invoke(*(instead.get(word, word) for word in words[1:]), *more.get(words[1], ()))
+        signal.signal(signal.SIGTERM, before)
+        assert done.exit_code == 0, f"{shlex.join(words)}: {done.output}"
+    assert not [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if alive(pid)]
+    assert {"head-for-vllm", "vllm.yaml"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_from_a_plan(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in block("Worked example", "README.md"):
+        if words[0] == "echo":
+            (tmp_path / words[-1]).write_text(words[1])
+    planned, configured = block("From `slipstream plan`")
+    assert planned[-2:] == [">", "plan.json"]
+    (tmp_path / "plan.json").write_text(invoke(*planned[1:-2]).stdout)
+    done = invoke(*configured[1:])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["num_speculative_tokens_per_batch_size"] == [[1, 8, 9], [9, 350, 3], [351, 512, 0]]
+    assert told["model"] == "meta-llama/Llama-3.2-1B-Instruct" and "Speculation pays" in done.stderr
+    assert "--tensor-parallel-size 4" in invoke(*configured[1:-2]).stdout
+    unnamed = invoke("config", "vllm", "--plan", "plan.json")
+    assert unnamed.exit_code == 2 and "--target" in unnamed.stderr
