@@ -148,12 +148,19 @@ def test_a_plans_version_stays(invoke: Invoke, tmp_path: Path) -> None:
     assert "sglang 0.5.23" in invoke("config", "sglang", "--plan", str(plan)).stderr
 
 
-@pytest.mark.parametrize("command", [("config",), ("deploy",)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("config", "vllm", "--target", "t"),
+        ("deploy", "vllm==0.32.0", "--target", "t"),
+        ("watch", "--alerts", "vllm"),
+    ],
+)
 def test_without_the_extra_one_line_says_so(command: tuple[str, ...]) -> None:
     code = (
         "import sys; sys.modules['pydantic'] = None\n"
         "from slipstream.cli.main import main\n"
-        f"main({[*command, 'vllm==0.32.0', '--target', 't']!r})"
+        f"main({[*command]!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
@@ -165,7 +172,15 @@ def test_help_and_document_name_every_field(invoke: Invoke) -> None:
 
     told = invoke("config", "--help").stdout
     page = (HERE.parents[1] / "docs" / "scale-out.md").read_text(encoding="utf-8")
-    by_options = "engine target drafter model num_speculative_tokens per_batch_size off_above".split()
+    by_options = [
+        "engine",
+        "target",
+        "drafter",
+        "model",
+        "num_speculative_tokens",
+        "per_batch_size",
+        "off_above",
+    ]
     by_options += ["tensor_parallel", "draft_tensor_parallel"]
     for name in DeployPlan.model_fields:
         assert f"`{name}`" in page, name

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.cli.config import needing_extra
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ def watch(
     length with the most tokens for what it costs. With --once the exit status is 1 if a server cannot be read
     or an advice is marked with an exclamation mark.
     """
-    from slipstream.watch.alerts import alert_rules
     from slipstream.watch.fetch import metrics_url
     from slipstream.watch.rates import ASSUMED_COST
 
     if alerts is not None:
+        with needing_extra():
+            from slipstream.watch.alerts import alert_rules
         typer.echo(alert_rules(alerts, predicted_tau, off_above).rstrip("\n"))
         typer.echo("note: name the file that this is written to under rule_files in prometheus.yml", err=True)
         for option, value in (("--predicted-tau", predicted_tau), ("--off-above", off_above)):
