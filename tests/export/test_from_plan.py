@@ -95,7 +95,7 @@ def test_a_length_that_reaches_far_is_said(read: Any) -> None:
 def test_options_win(read: Any) -> None:
     whole = advice({1: {DRAFT: (4, 2.0), "ngram": (2, 1.5)}, 8: {DRAFT: (2, 2.0), "ngram": (-1, 1.2)}}, 9)
     one = read(whole, num_speculative_tokens=3)
-    assert one.lengths is None and one.num_speculative_tokens == 3
+    assert one.lengths is None and one.num_speculative_tokens == 3 and one.predicted_tau is None
     assert read(whole, off_above=5).lengths == [(1, 5, 4), (6, 6, 0)]
     other = read(whole, drafter="ngram")
     assert other.model is None and other.lengths == [(1, 1, 2), (2, 8, 0)] and other.predicted_tau == 1.5
@@ -143,6 +143,7 @@ def test_heads_are_exported_first(read: Any, checkpoints: dict[str, str]) -> Non
         (advice({1: {"selfspec": (3, 2.0), "ngram": (1, 1.2)}}), {}, "engines do not have; of the others.* ngram"),  # noqa: E501
         (advice({1: {"ngram": (3, 2.0)}}), {"drafter": "medusa", "model": "m"}, "says nothing about medusa"),
         (advice({1: {"ngram": (3, 2.0)}}, batches=3), {}, "make it again"),
+        (advice({1: {DRAFT: (-3, 1.0)}}), {"model": "m"}, "Leave --model out"),
         ({"kind": "slipstream-measure", "version": 1}, {}, "slipstream plan --measured"),
     ],
 )  # fmt: skip

@@ -73,8 +73,10 @@ def _deployment(advice: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     batches = sorted(advice["batches"], key=lambda b: int(b["batch"]))
     spec = _drafter(batches, changes.get("drafter"))
     if spec is None:
+        if "model" in changes and "drafter" not in changes:
+            raise ParameterError(f"it says: {advice['verdict']} Leave --model out, or insist with --drafter")
         return fields
-    options = [next(o for o in b["options"] if o["drafter"] == spec) for b in batches]
+    options = [{o["drafter"]: o for o in b["options"]}[spec] for b in batches]
     lengths = [
         (int(b["batch"]), int(o["num_speculative_tokens"]) if o["pays"] else 0)
         for b, o in zip(batches, options, strict=True)
@@ -85,7 +87,7 @@ def _deployment(advice: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     off_from = advice["off_from_batch"]
     rows = _rows(lengths, off_from)
     fields["num_speculative_tokens"] = max(length for _, length in lengths)
-    if len({length for _, _, length in rows}) > 1 and not any(name in changes for name in _ONE_LENGTH):
+    if len({length for _, _, length in rows}) > 1 and changes.keys().isdisjoint(_ONE_LENGTH):
         fields["per_batch_size"] = rows
         last = max(batch for batch, length in lengths if length)
         until = next((first for first, _, length in rows if not length and first > last), None)
@@ -97,7 +99,7 @@ def _deployment(advice: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     first = options[0]
     if first["nodes"] > first["num_speculative_tokens"]:
         fields["notes"].append("the plan drafts trees and engines draft chains: no tau is predicted for them")
-    elif lengths[0][1]:
+    elif lengths[0][1] and changes.keys().isdisjoint(_ONE_LENGTH[:2]):  # it is the tau of that length
         fields["predicted_tau"] = round(float(first["tau"]), 2)
     return fields
 
@@ -106,19 +108,18 @@ def _drafter(batches: Sequence[Mapping[str, Any]], wanted: str | None) -> str | 
     """The drafter as the plan spells it; None: plain decoding."""
     if wanted == "none":
         return None
-    if wanted is None:
-        best = next((b["best"]["drafter"] for b in batches if b["speculate"]), None)
-        if best is None or _kind(best) in _KINDS:
-            return best
     known = [str(o["drafter"]) for o in batches[0]["options"]]
-    fitting = [name for name in known if wanted is None or wanted in _KINDS.get(_kind(name), ())]
-    if wanted is None:
-        others = [name for name in fitting if _kind(name) in _KINDS]
+    if wanted is not None:
+        fitting = [name for name in known if wanted in _KINDS.get(_kind(name), ())]
+        if not fitting:
+            raise ParameterError(f"it says nothing about {wanted}: it is about {', '.join(known)}")
+        return fitting[0]
+    best = next((str(b["best"]["drafter"]) for b in batches if b["speculate"]), None)
+    if best is not None and _kind(best) not in _KINDS:
+        others = [name for name in known if _kind(name) in _KINDS]
         instead = f"; of the others they have {', '.join(others)} (--drafter)" if others else ""
         raise ParameterError(f"its best drafter is {best}, which engines do not have{instead}")
-    if not fitting:
-        raise ParameterError(f"it says nothing about {wanted}: it is about {', '.join(known)}")
-    return fitting[0]
+    return best
 
 
 def _kind(spec: str) -> str:
