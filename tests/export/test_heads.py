@@ -179,7 +179,7 @@ def test_medusa_for_vllm(target: Path, tmp_path: Path, output: str, reduced: int
     heads = random_medusa(MODEL, num_heads=3, num_layers=2, output=output, draft_vocab_size=reduced)
     save_medusa(heads, tmp_path / "in")
     report = export_vllm(tmp_path / "in", tmp_path / "out", target, num_speculative_tokens=5)
-    assert report.takes == "vllm 0.8.5 to 0.32.0 (read up to 0.33.0)"
+    assert report.takes == "vllm 0.8.5 to 0.32.0 (its sources were read up to 0.33.0)"
     assert '"num_speculative_tokens": 3' in report.start, "no more tokens than heads"
     tensors, raw = written(tmp_path / "out")
     for h, head in enumerate(heads.heads):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,15 +143,6 @@ def config(
         typer.echo(f"note: {note}", err=True)
 
 
-@contextmanager
-def needing_extra() -> Iterator[None]:
-    """ParameterError for what is not installed without the extra."""
-    try:
-        yield
-    except ImportError as error:
-        raise ParameterError(f"this needs {error.name}: pip install 'slipstream-lm[scale]'") from None
-
-
 def plan_of(
     engine: str | None,
     file: Path | None,
@@ -169,8 +159,10 @@ def plan_of(
     here: bool = False,
 ) -> DeployPlan:
     """The plan of a file and options; the options win. here: the engine runs on this machine."""
-    with needing_extra():
+    try:
         from slipstream.export.deploy_plan import make_plan, read_plan
+    except ImportError as error:
+        raise ParameterError(f"this needs {error.name}: pip install 'slipstream-lm[scale]'") from None
     from slipstream.export.engines import parse_engine
 
     given: dict[str, Any] = {

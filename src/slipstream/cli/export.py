@@ -114,6 +114,11 @@ def _source(drafter: str, base: Path | None) -> Path:
     from slipstream.model.load import resolve
 
     kind, _, options = drafter.partition(":")
+    if kind in ("none", "ngram", "suffix", "recycle", "selfspec", "cascade") and not Path(drafter).exists():
+        raise ParameterError(
+            f"{kind} has no weights of its own to export: n-grams and suffix are in the engines (`slipstream"
+            " config vllm --target MODEL --drafter ngram`)"
+        )
     where = {"draft_model": "model", "medusa": "heads", "eagle": "heads"}.get(kind)
     if where is None or Path(drafter).exists():
         return resolve(drafter)

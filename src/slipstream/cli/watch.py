@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.cli.config import needing_extra
 from slipstream.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -28,7 +27,11 @@ def watch(
     count: Annotated[int | None, typer.Option(min=1, help="Stop after so many.", show_default=False)] = None,
     cost: Annotated[
         float | None,
-        typer.Option(min=0, help="A drafted token's cost, as a part of a target pass.", show_default=False),
+        typer.Option(
+            min=0,
+            help="A drafted token's cost, as a part of a target pass. Default: 0.1, a guess.",
+            show_default=False,
+        ),
     ] = None,
     off_above: Annotated[
         int | None,
@@ -57,12 +60,11 @@ def watch(
     length with the most tokens for what it costs. With --once the exit status is 1 if a server cannot be read
     or an advice is marked with an exclamation mark.
     """
+    from slipstream.watch.alerts import alert_rules
     from slipstream.watch.fetch import metrics_url
     from slipstream.watch.rates import ASSUMED_COST
 
     if alerts is not None:
-        with needing_extra():
-            from slipstream.watch.alerts import alert_rules
         typer.echo(alert_rules(alerts, predicted_tau, off_above).rstrip("\n"))
         typer.echo("note: name the file that this is written to under rule_files in prometheus.yml", err=True)
         for option, value in (("--predicted-tau", predicted_tau), ("--off-above", off_above)):
@@ -190,6 +192,9 @@ class _Watcher:
             "\nSERVER", "\nENGINE", "\nTAU", "ACCEPTED\nBY POSITION", "\nLENGTH", "\nBEST", "\nTOKENS/S",
             "\nRUNNING", "\nWAITING",
         )  # fmt: skip
+        for column in table.columns[1:]:  # what is long and can be folded is the server's address
+            column.no_wrap = column is not table.columns[3]
+        table.columns[3].min_width = len("BY POSITION")
         told = list[Text]()
         for url, rates in zip(self.urls, seen, strict=True):
             name = url.removesuffix("/metrics").removeprefix("http://")

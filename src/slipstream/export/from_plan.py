@@ -85,7 +85,8 @@ def _deployment(advice: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     if not any(length for _, length in lengths):  # it was asked for all the same
         return fields
     off_from = advice["off_from_batch"]
-    rows = _rows(lengths, off_from)
+    paying = [b["best"]["drafter"] for b in batches if b["speculate"]]
+    rows = _rows(lengths, off_from, own=bool(paying) and paying[-1] == spec)
     fields["num_speculative_tokens"] = max(length for _, length in lengths)
     if len({length for _, _, length in rows}) > 1 and changes.keys().isdisjoint(_ONE_LENGTH):
         fields["per_batch_size"] = rows
@@ -163,11 +164,11 @@ def _loadable(name: str, what: str, option: str) -> str:
     return found
 
 
-def _rows(lengths: Lengths, off_from: int | None) -> list[tuple[int, int, int]]:
+def _rows(lengths: Lengths, off_from: int | None, own: bool) -> list[tuple[int, int, int]]:
     """First, last, length.
 
     Between two batch sizes the larger one's length holds, which is seldom too long; behind the last that
-    pays its length holds up to off_from, from where on nothing is drafted.
+    pays its length holds up to off_from, from where on nothing is drafted. own: off_from is this drafter's.
     """
     rows: list[tuple[int, int, int]] = []
 
@@ -180,7 +181,7 @@ def _rows(lengths: Lengths, off_from: int | None) -> list[tuple[int, int, int]]:
         rows.append((first, last, length))
 
     for batch, length in lengths:
-        if not length and rows and rows[-1][2] and off_from is not None:
+        if own and not length and rows and rows[-1][2] and off_from is not None:
             add(min(off_from - 1, batch - 1), rows[-1][2])
         add(batch, length)
     if rows[-1][2] and off_from is not None:

@@ -45,7 +45,8 @@ def export_hf(drafter: Path, out: Path, target: Path | None, *, aux: AuxConventi
     """
     kind = kind_of(drafter)
     if kind == "draft_model":
-        return export_draft_model(drafter, out, target, engine="hf", target_name="TARGET", tokens=3)
+        name = "TARGET" if target is None else str(target)
+        return export_draft_model(drafter, out, target, engine="hf", target_name=name, tokens=3)
     if target is None:
         raise DrafterError(
             f"{drafter} holds {kind} heads: name their target with --target, to check that they fit"

@@ -51,7 +51,7 @@ def require_room(folder: Path) -> None:
 def takes_vllm(kind: str) -> str:
     """Which versions of vLLM have the method."""
     facts = vllm()
-    return f"vllm {facts.when(facts.methods, kind)} (read up to {facts.read[-1]})"
+    return f"vllm {facts.when(facts.methods, kind)} (its sources were read up to {facts.read[-1]})"
 
 
 def takes_sglang() -> str:
