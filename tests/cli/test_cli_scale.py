@@ -102,6 +102,11 @@ def test_config_prints_every_form(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "m.yaml"
     assert invoke(*base, "--form", "manifest", "-o", str(file)).exit_code == 0
     assert invoke("lint", str(file)).exit_code == 0
+    sglang = ("config", "sglang", "--target", "t", "--drafter", "ngram")
+    assert invoke(*sglang).stdout.startswith("python -m sglang.launch_server \\\n  --model-path t \\\n")
+    done = invoke(*sglang, "--form", "yaml", "-o", str(tmp_path / "s.yaml"))
+    assert f"written: {tmp_path / 's.yaml'}" in done.stderr
+    assert "no faults for sglang" in invoke("lint", str(tmp_path / "s.yaml")).stdout
     everything = json.loads(invoke(*base, "--json", "--tp", "2").stdout)
     assert (
         everything["speculative_config"]["method"] == "eagle3"
@@ -126,6 +131,14 @@ def test_config_says_what_is_missing(invoke: Invoke) -> None:
     assert plain.exit_code == 0 and "name a --drafter" in plain.stderr
     none = invoke("config", "vllm", "--target", "t", "--form", "json")
     assert none.exit_code == 2 and "name a --drafter" in none.stderr and not none.stdout
+    for command in (
+        ("config", "vllm==99.0.0", "--target", "t"),
+        ("lint", "vllm serve t", "--engine", "vllm==99"),
+    ):
+        newer = invoke(*command)
+        assert newer.exit_code == 0 and "is newer than 0.33.0" in newer.stderr
+    lengths = invoke("config", "vllm", "--target", "t", "--drafter", "ngram", "--per-batch", "1-8:5,9:0")
+    assert '"num_speculative_tokens": 5' in lengths.stdout
     model = invoke("config", "vllm", "--target", "t", "--model", "m")
     assert model.exit_code == 2 and "say how it drafts" in model.stderr
     field = invoke("config", "vllm", "--target", "t", "--set", "max_len=3")

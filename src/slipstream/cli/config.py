@@ -141,6 +141,9 @@ def config(
         typer.echo("note: nothing is drafted: name a --drafter", err=True)
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)
+    if output is not None:
+        written = [output, *(output.parent / name for name in made.files)]
+        typer.echo(f"written: {', '.join(map(str, written))}", err=True)
 
 
 def plan_of(
@@ -185,6 +188,8 @@ def plan_of(
             changes[name] = jsontext.parse(value) if value[:1] in ("[", "{") else value
         except ValueError:
             raise ParameterError(f"--set {item}: lists and objects are written as JSON") from None
+    if file is None and tokens is None and "per_batch_size" in changes:
+        changes["num_speculative_tokens"] = max(1, *(length for _, _, length in changes["per_batch_size"]))
     if file is None and "target" not in changes:
         raise ParameterError("give --target MODEL, or --plan FILE")
     if file is None:

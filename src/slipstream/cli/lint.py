@@ -41,6 +41,7 @@ def lint(
     without, 2 for what cannot be read.
     """
     from slipstream.cli.output import print_json
+    from slipstream.export.engines import beyond
     from slipstream.export.lint import lint as check
     from slipstream.model.store import write_atomic
 
@@ -75,6 +76,9 @@ def lint(
                 err=fix and file is None,
             )
             typer.echo(f"  fix: {fault.fix}", err=fix and file is None)
+        newer = beyond(report.engine)
+        if newer is not None:
+            typer.echo(f"note: {newer}", err=True)
         if not report.faults:
             typer.echo(f"{where}: no faults for {report.engine}", err=fix and file is None)
         if fix and file is None and report.fixed is not None:

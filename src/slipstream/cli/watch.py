@@ -192,6 +192,7 @@ class _Watcher:
             "\nSERVER", "\nENGINE", "\nTAU", "ACCEPTED\nBY POSITION", "\nLENGTH", "\nBEST", "\nTOKENS/S",
             "\nRUNNING", "\nWAITING",
         )  # fmt: skip
+        table.padding = (0, 1, 0, 0)
         for column in table.columns[1:]:  # what is long and can be folded is the server's address
             column.no_wrap = column is not table.columns[3]
         table.columns[3].min_width = len("BY POSITION")

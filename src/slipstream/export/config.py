@@ -13,6 +13,7 @@ from typing import Any
 from slipstream.errors import ParameterError
 from slipstream.export.config_vllm import vllm_arguments, vllm_speculative
 from slipstream.export.deploy_plan import DeployPlan
+from slipstream.export.engines import beyond
 from slipstream.export.lint import lint
 
 __all__ = ["Settings", "settings", "vllm_speculative"]
@@ -36,7 +37,7 @@ class Settings:
         """The command for a shell, one option a line."""
         lines, line = list[str](), list[str]()
         for word in self.command:
-            if word.startswith("-") and not word[1:2].isdigit() and line:
+            if word.startswith("--") and line:
                 lines.append(" ".join(line))
                 line = []
             line.append(shlex.quote(word))
@@ -85,7 +86,10 @@ def _words(options: Mapping[str, Any]) -> list[str]:
 
 def _notes(plan: DeployPlan) -> tuple[str, ...]:
     notes = [*plan.notes]
-    if plan.drafter != "none":
+    newer = beyond(plan.parsed_engine)
+    if newer is not None:
+        notes.append(newer)
+    if plan.drafter in ("eagle", "eagle3", "medusa"):
         notes.append(
             "engines draft chains: a tree's acceptance is not reached, compare with a chain of the same"
             " length"
@@ -158,7 +162,8 @@ def _sglang(plan: DeployPlan) -> Settings:
         if plan.lengths is not None:
             if plan.drafter not in ("eagle", "eagle3"):
                 raise ParameterError(
-                    f"{engine} changes the length by batch size for EAGLE heads only, not for {plan.drafter}"
+                    f"{engine} changes the length by batch size for EAGLE heads only, not for {plan.drafter}:"
+                    " give one length (--tokens N)"
                 )
             options |= {"speculative-adaptive": True, "speculative-adaptive-config": ADAPTIVE_FILE}
             files[ADAPTIVE_FILE] = json.dumps(

@@ -76,6 +76,14 @@ def parse_engine(text: str) -> Engine:
     return engine
 
 
+def beyond(engine: Engine) -> str | None:
+    """What is to be said of a vLLM that is newer than all that were read; None if it is not."""
+    newest = vllm().read[-1]
+    if engine.name != "vllm" or engine.key <= version_key(newest):
+        return None
+    return f"{engine} is newer than {newest}, the newest that was read: it is taken for that one"
+
+
 @dataclass(frozen=True)
 class Facts:
     """The names that the versions of an engine know. A version between two that were read counts as the

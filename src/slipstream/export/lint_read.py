@@ -290,7 +290,8 @@ def _mapping_document(
         return dump(root)
 
     target = args.get("model", args.get("model_path"))
-    return Document(kind, "engine", target, args, speculative, render, None, damage)
+    engine = "sglang" if {"model_path", "speculative_algorithm"} & args.keys() else None
+    return Document(kind, "engine", target, args, speculative, render, engine, damage)
 
 
 def sync(container: Any, wanted: Mapping[str, Any]) -> None:
