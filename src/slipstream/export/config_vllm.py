@@ -29,8 +29,8 @@ def vllm_speculative(plan: DeployPlan) -> dict[str, Any] | None:
     if plan.lengths is not None:
         if plan.drafter not in ("ngram", "eagle", "eagle3", "mtp", "draft_model"):
             raise ParameterError(
-                f"{engine} does not change the length by batch size for {plan.drafter}: give one length (--tokens"
-                " N)"
+                f"{engine} does not change the length by batch size for {plan.drafter}: give one length"
+                " (--tokens N)"
             )
         config[_key("num_speculative_tokens_per_batch_size", plan)] = [list(row) for row in plan.lengths]
     if plan.draft_tensor_parallel is not None:
