@@ -48,7 +48,10 @@ def test_lint_ends_with_0_1_or_2(invoke: Invoke, tmp_path: Path) -> None:
     assert good.exit_code == 0 and "no faults for vllm" in good.stdout
     for arguments, message in (
         (("lint", str(tmp_path / "none.yaml")), "there is no file"),
+        (("lint", "missing"), "there is no file missing"),
+        (("lint", str(tmp_path)), "is a folder"),
         (("lint", "hello there"), "neither a command line"),
+        (("lint", "vllm serve t", "--engine", "sglang"), "give --engine vllm, or none"),
         (("lint", DRAFT, "--engine", "tgi"), "is unknown"),
     ):
         done = invoke(*arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -98,13 +100,9 @@ def _text(config: str) -> tuple[Path | None, str]:
     except OSError:
         there = False
     if not there:
-        if (
-            looks
-            and " " not in config
-            and not config.lstrip().startswith("{")
-            and (path.suffix or "/" in config)
-        ):
-            raise ParameterError(f"there is no file {config}")
+        if looks and re.fullmatch(r"[\w./~-]+", config):  # no configuration is one word
+            what = f"{config} is a folder" if os.path.isdir(path) else f"there is no file {config}"
+            raise ParameterError(f"{what}: give a configuration's file, or its text in quotes")
         return None, config
     try:
         return path, path.read_text(encoding="utf-8")

@@ -70,7 +70,10 @@ def _lint(text: str, engine: str | None, target: str | None, draft: str | None, 
     document = read(text, engine.partition("==")[0] if engine else "vllm")
     named = parse_engine(engine or document.engine or "vllm")
     if document.engine and document.engine.partition("==")[0] != named.name:
-        raise ParameterError(f"this is a configuration of {document.engine}, not of {named}: give --engine")
+        raise ParameterError(
+            f"this is a configuration of {document.engine}, not of {named}: give --engine {document.engine},"
+            " or none"
+        )
     context = Context(named, target or document.target, draft)
     faults = list(_check(document, context))
     if not repair:
