@@ -205,13 +205,9 @@ def _known_to_engines(name: str, here: bool) -> str:
     """A model as an engine finds it: Slipstream's short names are not known elsewhere."""
     from slipstream.export.from_plan import engine_name
 
-    found = engine_name(name)
+    found = engine_name(name, here)
     if found == name:
         return name
-    if here:
-        from slipstream.model.load import local_folder
-
-        found = str(local_folder(name) or found)
     typer.echo(f"note: {name} is a name of Slipstream's, for engines it is {found}", err=True)
     return found
 

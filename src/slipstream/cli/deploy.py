@@ -91,7 +91,10 @@ def deploy(
         if json_:
             print_json({"url": server.url, "command": command, **found.as_dict()})
         else:
-            typer.echo(f"{found.model} answers; {_measured(found.seen.tau, found.seen.per_position)}")
+            typer.echo(
+                f"{found.model} answers; {_measured(found.seen.tau, found.seen.per_position)}"
+                + ("" if wanted.predicted_tau is None else f"; tau {wanted.predicted_tau:.2f} is predicted")
+            )
         if found.problem is not None:
             typer.echo(f"slipstream: the plan does not hold: {found.problem}", err=True)
             raise typer.Exit(1)

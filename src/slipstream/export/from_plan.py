@@ -11,6 +11,7 @@ from slipstream.core.places import expanded
 from slipstream.errors import ParameterError
 from slipstream.model.catalogue import find
 from slipstream.model.house import house_model
+from slipstream.model.store import Store, manifest
 
 _SCHEMA = "slipstream-plan/"
 # Our drafters that engines have, and what they are called there.
@@ -27,14 +28,17 @@ _ONE_LENGTH = ("num_speculative_tokens", "per_batch_size", "off_above")
 Lengths = Sequence[tuple[int, int]]
 
 
-def engine_name(spec: str) -> str:
+def engine_name(spec: str, here: bool = False) -> str:
     """A model as an engine finds it: the hub id, or the house model's folder, for a name that only Slipstream
-    knows.
+    knows. here: the engine runs on this machine, and a copy in the cache will do.
     """
     house, entry = house_model(spec), find(spec)
     if house is not None:
         return str(house)
-    return spec if entry is None else entry.hub_id
+    if entry is None:
+        return spec
+    copy = Store.default().model(entry.name)
+    return str(copy) if here and manifest(copy) is not None else entry.hub_id
 
 
 def is_advice(values: Mapping[str, Any]) -> bool:
