@@ -51,6 +51,8 @@ def test_lint_ends_with_0_1_or_2(invoke: Invoke, tmp_path: Path) -> None:
         (("lint", "missing"), "there is no file missing"),
         (("lint", str(tmp_path)), "is a folder"),
         (("lint", "hello there"), "neither a command line"),
+        (("lint", '{"target": "t", "drafter": "ngram"}'), "slipstream config vllm --plan"),
+        (("lint", '{"schema": "slipstream-plan/1"}'), "slipstream config vllm --plan"),
         (("lint", "vllm serve t", "--engine", "sglang"), "give --engine vllm, or none"),
         (("lint", DRAFT, "--engine", "tgi"), "is unknown"),
     ):

@@ -87,7 +87,7 @@ def test_lengths_by_load(
 
 def test_a_length_that_reaches_far_is_said(read: Any) -> None:
     far = read(advice({1: {DRAFT: (4, 2.0)}}, 100))
-    assert any("for 1 running requests is taken up to 99" in note for note in settings(far).notes)
+    assert any("for batch 1 is taken up to batch 99" in note for note in settings(far).notes)
     near = read(advice({1: {DRAFT: (4, 2.0)}, 64: {DRAFT: (2, 1.8)}}, 100))
     assert not any("is taken up to" in note for note in near.notes)
 

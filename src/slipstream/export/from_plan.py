@@ -98,8 +98,8 @@ def _deployment(advice: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
         until = next((first for first, _, length in rows if not length and first > last), None)
         if until is not None and until > 2 * last:
             fields["notes"].append(
-                f"the length for {last} running requests is taken up to {until - 1}, for the plan was not"
-                " asked about more: `slipstream plan --batch` with more sizes is finer"
+                f"the length for batch {last} is taken up to batch {until - 1}, for the plan was asked for no"
+                " more: `slipstream plan --batch` with more sizes is finer"
             )
     first = options[0]
     if first["nodes"] > first["num_speculative_tokens"]:

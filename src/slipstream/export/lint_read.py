@@ -18,6 +18,7 @@ from typing import Any
 from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 from slipstream.export import lint_command, lint_python
+from slipstream.export.from_plan import is_advice
 from slipstream.export.lint_command import SPECULATIVE, Command
 
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "‘": "'", "’": "'", "–": "--", "—": "--"})
@@ -256,6 +257,11 @@ def _mapping_document(
     kind: str, root: dict[str, Any], dump: Callable[[Any], str], damage: list[Damage]
 ) -> Document:
     names = {_name(k) for k in root}
+    if is_advice(root) or names >= {"target", "drafter"}:
+        raise ParameterError(
+            "this is a plan of Slipstream's: `slipstream config vllm --plan FILE` makes and checks a"
+            " configuration of it"
+        )
     alone = SPECULATIVE not in names and (
         "method" in names or ("num_speculative_tokens" in names and "speculative_model" not in names)
     )
