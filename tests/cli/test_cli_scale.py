@@ -319,6 +319,8 @@ def test_watch_says_what_is_wrong(invoke: Invoke, served: Callable[[str], str]) 
     (first, *_) = json.loads(busy.stdout)[0]["advice"]
     assert busy.exit_code == 1 and "turn drafting off above 4" in first["text"]
     assert invoke("watch").exit_code == 2 and invoke("watch", "x", "--chart", "c.png").exit_code == 2
+    none = invoke("watch", "--history", "none.jsonl", "--chart", "c.png")
+    assert none.exit_code == 2 and "there is no history" in none.stderr
     rules = invoke("watch", "--alerts", "vllm", "--predicted-tau", "2.5")
     assert rules.exit_code == 0 and "SpeculationBelowPlan" in rules.stdout
 

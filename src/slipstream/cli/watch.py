@@ -75,6 +75,8 @@ def watch(
         raise ParameterError("--chart draws a --history: name its file")
     if not urls and chart is None:
         raise ParameterError("name a server, as in `slipstream watch http://localhost:8000`")
+    if not urls and history is not None and not history.is_file():
+        raise ParameterError(f"there is no history {history}: watch a server with it first")
     watcher = _Watcher(
         [metrics_url(url) for url in urls or []],
         ASSUMED_COST if cost is None else cost,
@@ -91,6 +93,7 @@ def watch(
             from slipstream.watch import history as past
 
             past.chart(past.read(history), chart)
+            typer.echo(f"chart: {chart}", err=True)
     if once and bad:
         raise typer.Exit(1)
 

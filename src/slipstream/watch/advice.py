@@ -79,6 +79,13 @@ def advise(seen: Rates, off_above: int | None = None, predicted_tau: float | Non
                 "look", f"{seen.waiting:.0f} requests wait: drafting helps latency, more replicas help this"
             )
         )
+    if not found and seen.best_length is None:
+        return [
+            Advice(
+                "fine",
+                "nothing is wrong; acceptance by position is not told here, so no length can be advised",
+            )
+        ]
     return found or [Advice("fine", "drafting pays as it is")]
 
 
