@@ -116,6 +116,7 @@ def seen(**changes: object) -> Rates:
         (seen(per_position=(0.004, 0.0, 0.0), tau=1.004), "act", "does not belong to this target"),
         (seen(per_position=(0.2, 0.1, 0.0), tau=1.3), "act", "too far from the target's family"),
         (seen(per_position=(), drafts=None, tau=1.01), "act", "no drafting at all"),
+        (seen(length=11.5), "fine", "pays as it is"),
         (seen(best_length=None, per_position=()), "fine", "no length can be advised"),
         (seen(best_length=0), "look", "costs more than it brings"),
         (seen(best_length=1), "look", "too long: 20% of drafts reach token 3; draft 1 token"),

@@ -90,12 +90,12 @@ def advise(seen: Rates, off_above: int | None = None, predicted_tau: float | Non
 
 
 def _length(best: int, length: float, per_position: tuple[float, ...]) -> list[Advice]:
-    drafted = round(length)
+    drafted = min(round(length), len(per_position))  # a tree has more tokens than levels
     tokens = "1 token" if best == 1 else f"{best} tokens"
     if best == 0:
         return [Advice("look", "drafting costs more than it brings at this acceptance: turn it off")]
     if best < drafted:
-        last = per_position[min(drafted, len(per_position)) - 1]
+        last = per_position[drafted - 1]
         return [
             Advice(
                 "look",
