@@ -38,6 +38,14 @@ def invoke() -> Invoke:
     return call
 
 
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """deploy's answer to SIGTERM ends with its test."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 # -- lint -------------------------------------------------------------------------------------------
 
 
@@ -342,7 +350,6 @@ def deploy(
     """Runs deploy on the fake; afterwards nothing of it may be left."""
     pids = tmp_path / "pids"
     monkeypatch.setenv("FAKE_VLLM_PIDS", str(pids))
-    before = signal.getsignal(signal.SIGTERM)
 
     def call(mode: str, *arguments: str, drafter: bool = True) -> Result:
         monkeypatch.setenv("FAKE_VLLM", mode)
@@ -352,7 +359,6 @@ def deploy(
             *(str(HERE / "fake_vllm.py"), "--set", f"port={port}", "--log", str(tmp_path / "log")),
             *("--check", "--timeout", "20", *arguments),
         )
-        signal.signal(signal.SIGTERM, before)
         if pids.exists():
             assert not [pid for pid in map(int, pids.read_text().split()) if alive(pid)], "left running"
         return done
@@ -533,10 +539,8 @@ def test_the_five_commands(
         "deploy": ("--executable", str(HERE / "fake_vllm.py"), "--set", f"port={port}"),
         "watch": ("--once",),
     }
-    before = signal.getsignal(signal.SIGTERM)
     for words in commands:
         done = invoke(*(instead.get(word, word) for word in words[1:]), *more.get(words[1], ()))
-        signal.signal(signal.SIGTERM, before)
         assert done.exit_code == 0, f"{shlex.join(words)}: {done.output}"
     assert not [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if alive(pid)]
     assert {"head-for-vllm", "vllm.yaml"} <= {path.name for path in tmp_path.iterdir()}
