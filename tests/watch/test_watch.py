@@ -120,7 +120,7 @@ def seen(**changes: object) -> Rates:
         (seen(best_length=None, per_position=()), "fine", "no length can be advised"),
         (seen(best_length=0), "look", "costs more than it brings"),
         (seen(best_length=1), "look", "too long: 20% of drafts reach token 3; draft 1 token"),
-        (seen(best_length=6), "look", "short: 20% reach its end; try longer ones, up to 6 tokens"),
+        (seen(best_length=6), "look", "short: 20% reach its end; try up to 6 tokens"),
         (seen(running=40.0), "act", "turn drafting off above 32"),
         (seen(tau=1.2, per_position=(0.4, 0.0)), "act", "the plan predicts 2.60"),
         (seen(waiting=50.0), "look", "more replicas"),

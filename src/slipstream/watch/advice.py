@@ -103,5 +103,7 @@ def _length(best: int, length: float, per_position: tuple[float, ...]) -> list[A
             )
         ]
     if best > drafted:
-        return [Advice("look", f"the draft is short: {per_position[-1]:.0%} reach its end; draft {tokens}")]
+        return [
+            Advice("look", f"the draft is short: {per_position[-1]:.0%} reach its end; try up to {tokens}")
+        ]
     return []
