@@ -140,6 +140,7 @@ def test_heads_are_exported_first(read: Any, checkpoints: dict[str, str]) -> Non
     [
         (advice({1: {"ngram": (3, 2.0)}}, model={"name": "70b"}), {}, "calls the target '70b'.*--target"),
         (advice({1: {"draft_model:model=1b": (3, 2.0)}}), {}, "calls the draft '1b'.*--model"),
+        (advice({1: {"draft_model": (3, 2.0)}}), {}, "slipstream export.*--model"),
         (advice({1: {"selfspec": (3, 2.0), "ngram": (1, 1.2)}}), {}, "engines do not have; of the others.* ngram"),  # noqa: E501
         (advice({1: {"ngram": (3, 2.0)}}), {"drafter": "medusa", "model": "m"}, "says nothing about medusa"),
         ({**advice({1: {"ngram": (3, 2.0)}}), "batches": 3}, {}, "make it again"),

@@ -138,15 +138,16 @@ def _draft(spec: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"drafter": _KINDS[kind][0]}
     if kind == "crossvocab":
         fields["heterogeneous_vocab"] = True
-    if kind in _HEADS and "model" not in changes:
+    with_model = kind in ("draft_model", "crossvocab")
+    if (kind in _HEADS or (with_model and named is None)) and "model" not in changes:
         raise ParameterError(
-            f"it drafts with {spec}: write these heads for the engine with `slipstream export`, and name the"
-            " folder with --model"
+            f"it drafts with {spec}: write that for the engine with `slipstream export`, and name the folder"
+            " with --model"
         )
     if kind == "eagle" and "drafter" not in changes:
         fields["drafter"] = _eagle(expanded(str(changes["model"])))
-    if kind in ("draft_model", "crossvocab") and "model" not in changes:
-        fields["model"] = _loadable(named[1] if named else kind, "draft", "--model")
+    if with_model and named is not None and "model" not in changes:
+        fields["model"] = _loadable(named[1], "draft", "--model")
     return fields
 
 
