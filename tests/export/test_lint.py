@@ -174,6 +174,16 @@ def test_a_head_that_leaves_its_layers_to_the_engine(checkpoints: dict[str, str]
     assert rules(lint(text, "vllm", target=checkpoints["target"])) == ["head-config"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "method"), [("eagle3", "eagle"), ("eagle3", "draft_model"), ("medusa", "eagle")]
+)
+def test_heads_of_another_kind_than_the_method(kind: str, method: str, checkpoints: dict[str, str]) -> None:
+    text = json.dumps({"method": method, "model": checkpoints[kind], "num_speculative_tokens": 2})
+    report = lint(text, "vllm==0.32.0", target=checkpoints["target"], repair=True)
+    assert "head-config" in rules(report) and report.left == []
+    assert json.loads(report.fixed or "")["method"] == kind
+
+
 # -- versions ---------------------------------------------------------------------------------------
 
 

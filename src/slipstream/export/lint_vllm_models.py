@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slipstream.export.engines import NAME_PARTS, OWN_NAMES, model_config, vllm
 from slipstream.export.lint_fault import Context, Fault, set_key
@@ -64,12 +65,26 @@ def fit(document: Document, context: Context) -> Iterator[Fault]:
 
 
 def head_config(document: Document, context: Context) -> Iterator[Fault]:
-    """An EAGLE-3 head that leaves to the engine what it taps: silently near zero acceptance (vllm PR
-    50170).
+    """A head of another kind than the method; an EAGLE-3 head that leaves to the engine what it taps, which
+    may silently give near zero acceptance (vllm PR 50170).
     """
     config = document.speculative or {}
     head = model_config(config.get("model"))
-    if head is None or effective_method(document) != "eagle3":
+    method = effective_method(document)
+    if head is None or method not in ("draft_model", "eagle", "eagle3", "medusa"):
+        return
+    kind = _kind(head)
+    if kind is not None and kind != method:
+        yield spec_fault(
+            document,
+            "head-config",
+            "method",
+            f"{config['model']} holds heads of the kind {kind}, and the method is {method}",
+            f'write "{kind}"',
+            severity="warning",
+            repair=set_key("method", kind),
+        )
+    if method != "eagle3":
         return
     name = "eagle_aux_hidden_state_layer_ids"
     if not head.get(name) and not (head.get("eagle_config") or {}).get(name):
@@ -91,6 +106,15 @@ def head_config(document: Document, context: Context) -> Iterator[Fault]:
             "write it out",
             severity="warning",
         )
+
+
+def _kind(head: dict[str, Any]) -> str | None:
+    """What a head's config tells; None: nothing, as EAGLE-1's, which is a plain model's."""
+    named = " ".join(map(str, head.get("architectures") or [])).lower()
+    if head.get("model_type") == "medusa" or "medusa" in named:
+        return "medusa"
+    told = head.get("speculators_model_type") == "eagle3" or "eagle3" in named
+    return "eagle3" if told else None
 
 
 def names(document: Document, context: Context) -> Iterator[Fault]:
