@@ -2,8 +2,8 @@
 
 Names were read in the sources: vllm 0.32.0 and 0.33.0 v1/spec_decode/metrics.py and v1/metrics/loggers.py;
 sglang 0.5.23 srt/observability/metrics_collector.py; llama.cpp's tools/server (its spec_decode_* counters
-came in 2026: an older server has none). Slipstream's own server uses vLLM's names with the prefix
-`slipstream`.
+came in 2026: an older server has none, or none by position). Slipstream's own server uses vLLM's names with
+the prefix `slipstream`.
 """
 
 from __future__ import annotations
