@@ -146,7 +146,7 @@ class Server:
         return (causes or lines or ["it said nothing"])[-1][:300]
 
     def stop(self) -> None:
-        """End the process and all that it started: politely, then not. A second Ctrl-C ends the politeness."""
+        """End the process and all that it started: politely, then not; a second Ctrl-C makes it "not"."""
         try:
             self._end(signal.SIGTERM, _GRACE)
         finally:

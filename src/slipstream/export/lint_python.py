@@ -61,7 +61,7 @@ class Call:
             else:
                 edits.append((*self._with_comma(start, end), ""))
         if new:
-            spans = [self._span(node) for node in (*self.node.args, *self.node.keywords)]
+            spans = [*map(self._span, self.node.args), *map(self._span, self.node.keywords)]
             start, end = max(spans, default=(0, self._span(self.node.func)[1] + 1))
             lead = f",{self._gap(start)}" if spans else ""
             edits.append((end, end, lead + f",{self._gap(start)}".join(new)))

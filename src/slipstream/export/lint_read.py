@@ -257,7 +257,8 @@ def _manifest(parts: list[Any], container: Any, dump: Callable[[Any], str], engi
             _replace(container, "args", [type(written)(text) if isinstance(written, str) else text])
         else:
             tokens = command.tokens(changed.args, changed.speculative)
-            inside = len(words) > len(command.prefix)  # options stand in the command itself
+            # options may stand in the command itself
+            inside = any(word.startswith("-") for word in words[len(command.prefix) :])
             _replace(container, "command", tokens if inside else words)
             _replace(container, "args", [] if inside else tokens[len(words) :])
         return dump(parts if len(parts) > 1 else parts[0])

@@ -33,7 +33,9 @@ def metrics_url(server: str) -> str:
 
 
 def open_url(request: str | urllib.request.Request, timeout: float) -> http.client.HTTPResponse:
-    """urlopen, which asks no proxy for what runs on this machine. Raises OSError, ValueError, HTTPException."""
+    """urlopen, which asks no proxy for what runs on this machine. Raises OSError, ValueError and
+    HTTPException.
+    """
     url = request if isinstance(request, str) else request.full_url
     local = urlsplit(url).hostname in _HERE
     proxies = urllib.request.ProxyHandler({} if local else None)
@@ -54,6 +56,8 @@ def get(url: str, timeout: float = 5.0) -> str:
                     raise ValueError(f"more than {_LIMIT} bytes")
                 if time.monotonic() > until:
                     raise TimeoutError("timed out")
+            if answer.length:
+                raise http.client.IncompleteRead(raw, answer.length)
     except urllib.error.HTTPError as error:
         error.close()
         hint = {

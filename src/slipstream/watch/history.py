@@ -41,9 +41,8 @@ def read(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = jsontext.parse(line)
-            if not isinstance(row, dict) or not {"time", *(f.name for f in fields(Rates))} <= row.keys():
-                raise ValueError("no reading")
-            datetime.fromisoformat(str(row["time"]))
+            if not isinstance(row, dict):
+                raise ValueError("no object")
             found.append(row)
         except ValueError as error:
             raise ParameterError(f"line {number} of {file} is damaged ({error}): remove it") from error
@@ -61,6 +60,12 @@ def chart(history: Sequence[dict[str, Any]], file: Path) -> None:
         raise ParameterError("the chart needs matplotlib: pip install 'slipstream-lm[scale]'") from None
     if not history:
         raise ParameterError("the history is empty: watch for a while first")
+    wanted = {"time", *(field.name for field in fields(Rates))}
+    for number, row in enumerate(history, 1):
+        if not wanted <= row.keys():
+            raise ParameterError(
+                f"line {number} of the history is no reading of `slipstream watch`: remove it"
+            )
     panels: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
         ("tau", lambda row: row["tau"]),
         (
