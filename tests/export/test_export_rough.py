@@ -19,7 +19,12 @@ from slipstream.export.sglang import export_sglang
 from slipstream.export.vllm import export_vllm
 from slipstream.heads import files
 
-KINDS = ["draft", "eagle1", "eagle3", "medusa"]
+KINDS = ["draft", "raw1", "raw3", "rawm"]
+
+
+def drafter(kind: str, checkpoints: dict[str, str]) -> Path:
+    """A draft model, and heads as they are trained."""
+    return Path(checkpoints["target"]).parent / kind
 
 
 def folders(root: Path) -> list[str]:
@@ -32,7 +37,7 @@ def test_half_an_export_is_none(
 ) -> None:
     """A full disk, an error of the writing library, Ctrl-C: nothing is left, the next try goes through."""
     real_write, real_copy = files.write_atomic, shutil.copyfile
-    arguments: Any = (Path(checkpoints[kind]), tmp_path / "out", Path(checkpoints["target"]))
+    arguments: Any = (drafter(kind, checkpoints), tmp_path / "out", Path(checkpoints["target"]))
     full = OSError(errno.ENOSPC, "No space left on device")
     for error, expected in (
         (full, SlipstreamError),
@@ -62,11 +67,11 @@ def test_where_it_may_not_be_written(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    for out in (file, file / "x", Path("."), tmp_path / "..", Path(checkpoints[kind])):
-        before = folders(Path(checkpoints[kind]))
+    for out in (file, file / "x", Path("."), tmp_path / "..", drafter(kind, checkpoints)):
+        before = folders(drafter(kind, checkpoints))
         with pytest.raises(SlipstreamError):
-            export(Path(checkpoints[kind]), out, Path(checkpoints["target"]))
-        assert folders(Path(checkpoints[kind])) == before
+            export(drafter(kind, checkpoints), out, Path(checkpoints["target"]))
+        assert folders(drafter(kind, checkpoints)) == before
     assert folders(tmp_path) == ["file"] and file.read_text() == "mine"
 
 
@@ -81,7 +86,7 @@ def test_a_link_to_an_empty_folder_is_filled(checkpoints: dict[str, str], tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_says_to_start_is_quoted(kind: str, checkpoints: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "a b'$(c)"
-    start = export_hf(Path(checkpoints[kind]), out, Path(checkpoints["target"])).start
+    start = export_hf(drafter(kind, checkpoints), out, Path(checkpoints["target"])).start
     assert str(out) in shlex.split(start)[-1] and shlex.split(start)[:2] == ["slipstream", "run"]
 
 

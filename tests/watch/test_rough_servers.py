@@ -184,7 +184,7 @@ def test_what_the_command_is_told(answering: Callable[..., str], tmp_path: Path)
     for arguments, message in (
         (("--every", "inf"), "--every is a number"),
         (("--cost", "inf"), "--cost is a number"),
-        (("--predicted-tau", "nan"), "--predicted-tau is a number"),
+        (("--predicted-tau", "inf"), "--predicted-tau is a number"),
         (("--history", str(tmp_path / "h"), "--chart", str(folder)), "cannot be written"),
         (("--history", str(folder)), "cannot be written"),
     ):
