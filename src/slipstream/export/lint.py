@@ -73,7 +73,7 @@ def lint(
 
 
 def _lint(text: str, engine: str | None, target: str | None, draft: str | None, repair: bool) -> Report:
-    document = read(text, engine.partition("==")[0] if engine else "vllm")
+    document = read(text, parse_engine(engine).name if engine else "vllm")
     named = parse_engine(engine or document.engine or "vllm")
     if document.engine and document.engine.partition("==")[0] != named.name:
         raise ParameterError(

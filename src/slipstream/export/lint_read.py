@@ -241,10 +241,12 @@ def _list(value: Any) -> list[Any]:
 def _manifest(parts: list[Any], container: Any, dump: Callable[[Any], str], engine: str) -> Document:
     words = [str(t) for t in _list(container.get("command"))]
     arguments = [str(t) for t in _list(container.get("args"))]
-    shell = words[-1:] == ["-c"] and len(arguments) == 1
+    scripts = {"args": words[-1:] == ["-c"] and len(arguments) == 1}
+    scripts["command"] = words[-2:-1] == ["-c"] and not arguments
+    shell = next((key for key, there in scripts.items() if there), None)
     image = str(container.get("image", ""))
     if shell:
-        command = Command.parse(arguments[0], engine)
+        command = Command.parse([*words, *arguments][-1], engine)
     else:
         command = Command.of_tokens([*words, *arguments], engine, image)
     document = command_document(command, "manifest")
@@ -252,9 +254,8 @@ def _manifest(parts: list[Any], container: Any, dump: Callable[[Any], str], engi
     def render(changed: Document) -> str:
         if shell:
             text = command.render(changed.args, changed.speculative)
-            written = _list(container["args"])[0]
-            # keeps the style of a block
-            _replace(container, "args", [type(written)(text) if isinstance(written, str) else text])
+            *lead, written = _list(container[shell])
+            _replace(container, shell, [*lead, type(written)(text)])  # keeps the style of a block
         else:
             tokens = command.tokens(changed.args, changed.speculative)
             # options may stand in the command itself
