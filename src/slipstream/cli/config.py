@@ -97,7 +97,6 @@ def config(
     checks; notes; extra, further options of the engine as JSON.
     """
     from slipstream.cli.output import print_json
-    from slipstream.model.store import write_atomic
 
     wanted = plan_of(engine, plan, target, drafter, model, tokens, per_batch, off_above, tp, draft_tp, set_)
     from slipstream.export.config import settings
@@ -129,12 +128,12 @@ def config(
     }
     text = forms[form]()
     if output is not None:
-        write_atomic(output, text)
+        write_text(output, text)
     else:
         typer.echo(text.rstrip("\n"))
     for name, content in made.files.items():
         if output is not None:
-            write_atomic(output.parent / name, content + "\n")
+            write_text(output.parent / name, content + "\n")
         else:
             typer.echo(f"{name}:\n{content}", err=True)
     if plan is None and drafter is None:
@@ -144,6 +143,16 @@ def config(
     if output is not None:
         written = [output, *(output.parent / name for name in made.files)]
         typer.echo(f"written: {', '.join(map(str, written))}", err=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Raises ParameterError where it cannot be written."""
+    from slipstream.model.store import write_atomic
+
+    try:
+        write_atomic(file, text)
+    except OSError as error:
+        raise ParameterError(f"{file} cannot be written ({error.strerror})") from error
 
 
 def plan_of(

@@ -22,6 +22,7 @@ from slipstream.cli.config import (
     Target,
     Tokens,
     plan_of,
+    write_text,
 )
 from slipstream.errors import ParameterError
 
@@ -58,7 +59,6 @@ def deploy(
     from slipstream.cli.output import print_json
     from slipstream.deploy.program import find_program
     from slipstream.export.engines import NEWEST, parse_engine
-    from slipstream.model.store import write_atomic
 
     _require_vllm(parse_engine(engine).name)
     version = version or engine.partition("==")[2]
@@ -78,11 +78,12 @@ def deploy(
         wanted = wanted.model_copy(update={"engine": f"vllm=={installed}"})
     made = settings(wanted)
     if manifest is not None:
-        write_atomic(manifest, write_manifest(made))
+        write_text(manifest, write_manifest(made))
         typer.echo(f"{manifest}: kubectl apply -f {manifest}")
         return
     command = [*find_program(executable).words, *made.command[2:]]
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the latter where its terminal is closed
+        signal.signal(number, _stop)
     with Server(command, wanted.host, wanted.port, log) as server:
         typer.echo(f"starting {made.plan.engine} on {server.url}; its output is in {log}", err=True)
         seconds = server.wait_healthy(timeout)

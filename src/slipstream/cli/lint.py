@@ -52,10 +52,11 @@ def lint(
         report = check(text, engine, target=target, draft=draft, repair=fix)
     except ParameterError as error:
         raise ParameterError(f"{file}: {error}" if file else str(error)) from error
-    changed = report.fixed is not None and bool(report.faults)
-    if changed and file is not None and report.fixed is not None:
+    if file is not None and report.fixed not in (None, text):
         try:
-            write_atomic(file, report.fixed)
+            mode, real = file.stat().st_mode, file.resolve()  # a link stays one
+            write_atomic(real, str(report.fixed))
+            real.chmod(mode)
         except OSError as error:
             raise ParameterError(
                 f"{file} cannot be written ({error.strerror}): print it with --fix -"
@@ -92,7 +93,10 @@ def lint(
 def _text(config: str) -> tuple[Path | None, str]:
     """The file, if it is one, and the text."""
     if config == "-":
-        return None, sys.stdin.read()
+        try:
+            return None, sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ParameterError(f"standard input cannot be read as text ({error})") from None
     looks = "\n" not in config and len(config) < 4096
     path = expanded(config) if looks else Path(config)
     try:
@@ -105,6 +109,6 @@ def _text(config: str) -> tuple[Path | None, str]:
             raise ParameterError(f"{what}: give a configuration's file, or its text in quotes")
         return None, config
     try:
-        return path, path.read_text(encoding="utf-8")
+        return path, path.read_bytes().decode("utf-8")  # with its line ends
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{path} cannot be read as text ({error}): give a configuration file") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,6 +65,9 @@ def watch(
     from slipstream.watch.fetch import metrics_url
     from slipstream.watch.rates import ASSUMED_COST
 
+    for name, value in (("every", every), ("cost", cost), ("predicted-tau", predicted_tau)):
+        if value is not None and not math.isfinite(value):
+            raise ParameterError(f"--{name} is a number, not {value}")
     if alerts is not None:
         typer.echo(alert_rules(alerts, predicted_tau, off_above).rstrip("\n"))
         typer.echo("note: name the file that this is written to under rule_files in prometheus.yml", err=True)
@@ -78,7 +82,7 @@ def watch(
     if not urls and history is not None and not history.is_file():
         raise ParameterError(f"there is no history {history}: watch a server with it first")
     watcher = _Watcher(
-        [metrics_url(url) for url in urls or []],
+        list(dict.fromkeys(metrics_url(url) for url in urls or [])),
         ASSUMED_COST if cost is None else cost,
         off_above,
         predicted_tau,

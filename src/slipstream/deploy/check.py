@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -14,7 +15,7 @@ from slipstream.core import jsontext
 from slipstream.deploy.process import DeployError
 from slipstream.export.deploy_plan import DeployPlan
 from slipstream.watch.advice import ENOUGH
-from slipstream.watch.fetch import get
+from slipstream.watch.fetch import get, open_url
 from slipstream.watch.metrics import Reading, parse
 from slipstream.watch.rates import Rates, rates
 
@@ -129,11 +130,11 @@ def _json(url: str, body: Any = None, timeout: float = 300.0) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with open_url(request, timeout) as answer:
             return jsontext.parse(answer.read())
     except urllib.error.HTTPError as error:
         with error:
             said = error.read(500).decode("utf-8", errors="replace")
         raise DeployError(f"{url} answers {error.code}: {' '.join(said.split())[:300]}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise DeployError(f"{url} does not answer ({error})") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import shutil
@@ -9,13 +10,13 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from slipstream.errors import SlipstreamError
+from slipstream.watch.fetch import open_url
 
 _GRACE = 20.0
 _TAIL = 4000
@@ -79,20 +80,29 @@ class Server:
             )
         require_free(host, port)
         self.host, self.port, self.log = host, port, log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._out = log.open("wb")
-        self.process = subprocess.Popen(
-            [program, *command[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that its workers can be stopped with it
-        )
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            self._out = log.open("wb")
+        except OSError as error:
+            raise DeployError(
+                f"the log {log} cannot be written ({error.strerror}): name another with --log"
+            ) from error
+        try:
+            self.process = subprocess.Popen(
+                [program, *command[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its workers can be stopped with it
+            )
+        except OSError as error:
+            self._out.close()
+            raise DeployError(f"{program} cannot be started ({error.strerror})") from error
 
     @property
     def url(self) -> str:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def wait_healthy(self, timeout: float, every: float = 0.5) -> float:
         """Seconds until /health answers 200. Raises DeployError when the process dies or time is up."""
@@ -109,9 +119,9 @@ class Server:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            with open_url(f"{self.url}/health", 5) as answer:
                 return bool(answer.status == 200)
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             return False
 
     def require_alive(self) -> None:
@@ -136,19 +146,22 @@ class Server:
         return (causes or lines or ["it said nothing"])[-1][:300]
 
     def stop(self) -> None:
-        """End the process and all that it started: politely, then not."""
-        for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, 5.0)):
-            if not self._group_alive():
-                break
-            try:
-                os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                break
-            deadline = time.monotonic() + patience
-            while time.monotonic() < deadline and self._group_alive():
-                time.sleep(0.05)
-        self.process.wait()
-        self._out.close()
+        """End the process and all that it started: politely, then not; a second Ctrl-C makes it "not"."""
+        try:
+            self._end(signal.SIGTERM, _GRACE)
+        finally:
+            self._end(signal.SIGKILL, 5.0)
+            self.process.wait()
+            self._out.close()
+
+    def _end(self, number: signal.Signals, patience: float) -> None:
+        if not self._group_alive():
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and self._group_alive():
+            time.sleep(0.05)
 
     def _group_alive(self) -> bool:
         self.process.poll()  # reaps it, so that only its children keep the group alive
@@ -169,7 +182,8 @@ class Server:
 
 def require_free(host: str, port: int) -> None:
     """DeployError if something listens there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1" if host in ("localhost", "") else host, port))

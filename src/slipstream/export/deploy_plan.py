@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -14,6 +14,10 @@ from slipstream.export.engines import Engine, closest, parse_engine
 
 Drafter = Literal["none", "draft_model", "eagle", "eagle3", "medusa", "ngram", "suffix", "mtp"]
 _WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa")
+# What waits for the server and asks it, or mounts its models, goes by the plan's own fields.
+_OWN_OPTIONS = frozenset(
+    ("host", "port", "model", "model-path", "speculative-config", "tensor-parallel-size", "tp-size")
+)
 BatchLengths = list[tuple[int, int, int]]
 
 
@@ -56,7 +60,7 @@ class DeployPlan(BaseModel):
     image: str | None = None
     volume_claim: str = "models"
     predicted_tau: float | None = Field(default=None, ge=1)
-    predicted_acceptance: list[float] | None = None
+    predicted_acceptance: list[Annotated[float, Field(ge=0, le=1)]] | None = None
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -70,6 +74,9 @@ class DeployPlan(BaseModel):
                 if self.drafter == "none"
                 else f"drafter {self.drafter} has no model of its own: leave model out"
             )
+        own = {name.replace("_", "-").lstrip("-") for name in self.extra} & _OWN_OPTIONS
+        if own:
+            raise ValueError(f"extra holds {', '.join(sorted(own))}, which the plan has fields for")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError("prompt_lookup_min may not exceed prompt_lookup_max")
         if self.per_batch_size is not None:

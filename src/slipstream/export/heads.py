@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from slipstream.errors import DrafterError
-from slipstream.export.report import require_neutral, require_room
+from slipstream.export.report import new_folder
 from slipstream.heads import files
 from slipstream.heads.eagle import EagleHead
 from slipstream.heads.io import AuxConvention, eagle_layout, load_eagle, load_medusa
@@ -38,6 +38,11 @@ class Package:
 def kind_of(folder: Path) -> Kind:
     """What a drafter's folder holds, told from its config and tensor names."""
     raw = files.read_config(folder)
+    with files.understanding(folder):
+        return _kind(folder, raw)
+
+
+def _kind(folder: Path, raw: Mapping[str, Any]) -> Kind:
     named = " ".join(map(str, raw.get("architectures") or [])).lower()
     if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw or "medusa" in named:
         return "medusa"
@@ -81,9 +86,8 @@ def write(
     file: str = "model.safetensors",
 ) -> None:
     """Write a package into a new folder."""
-    require_neutral(folder, kind)
-    require_room(folder)
-    files.write(folder, file, package.tensors, package.config, provenance)
+    with new_folder(folder, kind) as partial:
+        files.write(partial, file, package.tensors, package.config, provenance)
 
 
 def eagle_package(head: EagleHead, *, midlayer: bool = False) -> Package:

@@ -12,8 +12,7 @@ from slipstream.errors import DrafterError
 from slipstream.export.heads import eagle_package, kind_of, open_eagle, open_medusa, write
 from slipstream.export.report import (
     ExportReport,
-    require_neutral,
-    require_room,
+    new_folder,
     takes_sglang,
     takes_vllm,
 )
@@ -21,7 +20,6 @@ from slipstream.export.target import read_parts
 from slipstream.heads import files
 from slipstream.heads.io import MEDUSA_FILE, AuxConvention, save_medusa
 from slipstream.model.checkpoint import inspect
-from slipstream.model.store import reading_errors
 
 _KEPT = (
     "*.json",
@@ -55,16 +53,16 @@ def export_hf(drafter: Path, out: Path, target: Path | None, *, aux: AuxConventi
     note = files.check_provenance(drafter, parts) or None
     start = f"slipstream run --model {shlex.quote(str(target))} --drafter "
     if kind == "medusa":
-        require_neutral(out, kind)
-        require_room(out)
-        save_medusa(open_medusa(drafter, parts), out, provenance=note)
+        heads = open_medusa(drafter, parts)
+        with new_folder(out, kind) as partial:
+            save_medusa(heads, partial, provenance=note)
         return ExportReport(
             "hf",
             kind,
             f"FasterDecoding's {MEDUSA_FILE}",
             str(out),
             takes_vllm(kind),
-            f"{start}medusa:heads={out}",
+            start + shlex.quote(f"medusa:heads={out}"),
             (),
         )
     package = eagle_package(open_eagle(drafter, parts, aux), midlayer=True)
@@ -75,7 +73,7 @@ def export_hf(drafter: Path, out: Path, target: Path | None, *, aux: AuxConventi
         "SafeAILab's EAGLE",
         str(out),
         takes_vllm(kind),
-        f"{start}eagle:heads={out}",
+        start + shlex.quote(f"eagle:heads={out}"),
         package.changes,
     )
 
@@ -92,23 +90,15 @@ def export_draft_model(
     """Copy a causal language model into a new folder, after checking that it can draft for the target
     there.
     """
-    require_neutral(out, "draft_model")
-    require_room(out)
     config = inspect(drafter).config
     if target is not None:
         _require_vocabulary(config, files.read_config(target), drafter, target)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    with reading_errors(drafter):
+    with new_folder(out, "draft_model") as partial:
         names = {p.name for kind in _KEPT for p in drafter.glob(kind)} - {
             p.name for kind in _OURS for p in drafter.glob(kind)
         }
         for name in sorted(names):
             shutil.copyfile(drafter / name, partial / name)
-    if out.is_dir():
-        out.rmdir()  # empty, as was checked
-    partial.rename(out)
     takes = {
         "vllm": takes_vllm("draft_model"),
         "sglang": takes_sglang(),

@@ -5,7 +5,7 @@ version.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.errors import ParameterError
@@ -60,14 +60,20 @@ def lint(
     for, where the text does not say. draft: the draft model that repairs may fill in. Folders are looked
     into; names of the hub are not fetched. Raises ParameterError for text that cannot be read.
     """
+    plain = text.removeprefix("\ufeff").replace("\r\n", "\n")
     try:
-        return _lint(text, engine, target, draft, repair)
+        report = _lint(plain, engine, target, draft, repair)
     except (RecursionError, MemoryError):  # parsers of Python give up with the latter
         raise ParameterError("the configuration is nested too deeply to be read") from None
+    if report.fixed == plain:
+        return replace(report, fixed=text)
+    if report.fixed is not None and "\r\n" in text:
+        return replace(report, fixed=report.fixed.replace("\n", "\r\n"))
+    return report
 
 
 def _lint(text: str, engine: str | None, target: str | None, draft: str | None, repair: bool) -> Report:
-    document = read(text, engine.partition("==")[0] if engine else "vllm")
+    document = read(text, parse_engine(engine).name if engine else "vllm")
     named = parse_engine(engine or document.engine or "vllm")
     if document.engine and document.engine.partition("==")[0] != named.name:
         raise ParameterError(
@@ -78,13 +84,25 @@ def _lint(text: str, engine: str | None, target: str | None, draft: str | None, 
     faults = list(_check(document, context))
     if not repair:
         return Report(named, document.kind, faults)
+    kind, fixed, left = document.kind, text, faults
     for _ in range(_ROUNDS):
-        fault = next((f for f in _check(document, context) if f.repair is not None), None)
-        if fault is None or fault.repair is None:
+        if not _mend(document, context):
             break
-        fault.repair(document)
+        fixed = document.render()
+        document = read(fixed, named.name)  # what was written is what counts
+        left = list(_check(document, context))
+    return Report(named, kind, faults, fixed, left)
+
+
+def _mend(document: Document, context: Context) -> bool:
+    """Whether there was something to repair."""
+    for done in range(_ROUNDS):
+        repair = next((f.repair for f in _check(document, context) if f.repair is not None), None)
+        if repair is None:
+            return done > 0
+        repair(document)
         document.damage.clear()
-    return Report(named, document.kind, faults, document.render(), list(_check(document, context)))
+    return True
 
 
 def _check(document: Document, context: Context) -> Iterator[Fault]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.core import jsontext
 from slipstream.errors import ParameterError
+from slipstream.export.lint_shell import Word, commands, doubled, words
 
 SPECULATIVE = "speculative_config"
 _SHORT = {
@@ -28,6 +28,13 @@ _ALIASES = {
     "tp_size": "tensor_parallel_size",
     "spec_draft_model": "model_draft",
 }
+# Options that take several values.
+_MANY = frozenset(
+    (
+        *("served_model_name", "lora_modules", "api_key", "cudagraph_capture_sizes", "compile_sizes"),
+        *("cuda_graph_sizes", "cuda_graph_bs", "lora_paths", "lora_target_modules", "logits_processors"),
+    )
+)
 # What stands right before an engine's own options.
 _MARKERS = (
     (re.compile(r"^vllm\.entrypoints\.\S+$"), "vllm"),
@@ -49,126 +56,207 @@ def looks_like(text: str) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """flag: as written. value: None for a bare flag. joined: by =. more: further values. span, inside: where
+    the whole and its first value stand in the text, if there is one.
+    """
+
+    flag: str
+    value: str | None
+    joined: bool
+    more: tuple[str, ...] = ()
+    span: tuple[int, int] = (0, 0)
+    inside: tuple[int, int] = (0, 0)
+
+    @property
+    def whole(self) -> str:
+        """Its name; that of the speculative config for a part of it."""
+        name = canonical(self.flag)
+        return SPECULATIVE if name.startswith(SPECULATIVE + ".") else name
+
+    def words(self) -> list[str]:
+        if self.value is None:
+            return [self.flag]
+        return [f"{self.flag}={self.value}"] if self.joined else [self.flag, self.value, *self.more]
+
+
 @dataclass
 class Command:
-    """Tokens before the options, the positional model, the options in order, and the text around the command.
+    """Tokens before the options, the positional model, the options in order, and the text they stand in.
 
-    options: (flag as written, value or None for a bare flag, whether joined by =).
+    given: the speculative config as it was read; None if the text has to be written anew. end: of the last
+    word.
     """
 
     prefix: list[str]
     target: str | None
-    options: list[tuple[str, str | None, bool]]
+    options: list[Option]
     engine: str | None
-    rest: list[str] = field(default_factory=list)
-    before: str = ""
-    after: str = ""
-    continued: bool = False
+    text: str = ""
+    end: int = 0
+    expands: bool = False
+    given: Mapping[str, Any] | None = None
 
     @classmethod
     def parse(cls, text: str, engine: str) -> Command:
         """The command in a text or script of one or more lines. Raises ParameterError."""
-        start, end = _extent(text)
-        body = text[start:end]
         try:
-            tokens = shlex.split(body.replace("\\\n", " "), comments=True)
+            words = _own_words(text)
         except ValueError as error:
             raise ParameterError(f"the command line cannot be split ({error}): check its quotes") from None
-        command = cls.of_tokens(tokens, engine)
-        command.before, command.after, command.continued = text[:start], text[end:], "\\\n" in body
-        return command
+        return cls.of_words(words, engine, text=text)
 
     @classmethod
-    def of_tokens(cls, tokens: list[str], engine: str, image: str = "") -> Command:
+    def of_tokens(cls, tokens: Sequence[str], engine: str, image: str = "") -> Command:
         """From the words of a command; image is the container's that runs it."""
+        return cls.of_words([Word(token, 0, 0) for token in tokens], engine, image)
+
+    @classmethod
+    def of_words(cls, words: Sequence[Word], engine: str, image: str = "", text: str = "") -> Command:
+        tokens = [word.value for word in words]
         start, found = _options_start(tokens, image)
         if start is None:
             raise ParameterError(
                 "no engine's command in it: give one with `vllm serve`, `python -m sglang.launch_server` or"
                 " `llama-server`"
             )
-        name = found or engine
-        rest, index, target = list[str](), start, None
-        options = list[tuple[str, str | None, bool]]()
-        while index < len(tokens):
-            token = tokens[index]
+        index, target, prefix = start, None, tokens[:start]
+        options = list[Option]()
+        while index < len(words):
+            first = words[index]
             index += 1
-            if token in ("&", ";", "&&", "|", ">", ">>", "2>&1"):
-                rest = tokens[index - 1 :]
-                break
-            if not _is_flag(token):
-                if target is None and not options:
-                    target = token
-                else:
-                    raise ParameterError(
-                        f"{token!r} stands alone in the command line: which option is it for?"
-                    )
-                continue
-            flag, joined, value = token.partition("=")
-            if joined:
-                options.append((flag, value, True))
-            elif (
-                index < len(tokens) and not _is_flag(tokens[index]) and tokens[index] not in ("&", ";", "&&")
+            if not _is_flag(first.value):
+                if target is None and not {"model", "model_path"} & {canonical(o.flag) for o in options}:
+                    target = first.value
+                    continue
+                raise ParameterError(
+                    f"{first.value!r} stands alone in the command line: which option is it for?"
+                )
+            flag, joined, value = first.value.partition("=")
+            values = list[Word]()
+            most = 0 if joined else None if canonical(flag) in _MANY else 1
+            while (
+                (most is None or len(values) < most)
+                and index < len(words)
+                and not _is_flag(words[index].value)
             ):
-                options.append((flag, tokens[index], False))
+                values.append(words[index])
                 index += 1
-            else:
-                options.append((flag, None, False))
-        return cls(tokens[:start], target, options, name, rest)
+            last = (values or [first])[-1]
+            inside = values[0] if values else first
+            options.append(
+                Option(
+                    flag,
+                    value if joined else values[0].value if values else None,
+                    bool(joined),
+                    tuple(word.value for word in values[1:]),
+                    (first.start, last.end),
+                    (inside.start, inside.end),
+                )
+            )
+        end = words[-1].end if words else 0
+        expands = any(word.expands for word in words)
+        return cls(prefix, target, options, found or engine, text, end, expands)
 
     def args(self) -> dict[str, Any]:
-        """The options by name; a bare flag is True, whole numbers are numbers."""
-        return {canonical(flag): True if value is None else _typed(value) for flag, value, _ in self.options}
+        """The options by name, the last one where there are several; a bare flag is True, whole numbers are
+        numbers.
+        """
+        return {canonical(o.flag): True if o.value is None else _typed(o.value) for o in self.options}
+
+    def _changed(
+        self, args: Mapping[str, Any], speculative: Mapping[str, Any] | None
+    ) -> tuple[list[Option | None], list[Option]]:
+        """Each option as it is to be, None for one that goes; and the new ones."""
+        wanted, before = dict(args), self.args()
+        if speculative is not None:
+            wanted[SPECULATIVE] = json.dumps(speculative, ensure_ascii=False)
+        last = {option.whole: i for i, option in enumerate(self.options)}
+        kept = list[Option | None]()
+        for i, option in enumerate(self.options):
+            name = option.whole
+            same = speculative == self.given if name == SPECULATIVE else wanted.get(name) == before[name]
+            if name not in wanted or (not same and i != last[name]):  # the last one is the one that counts
+                kept.append(None)
+            elif same:
+                kept.append(option)
+            else:
+                part = canonical(option.flag) != name
+                flag = "--speculative-config" if part else option.flag
+                value = None if wanted[name] is True else _word(wanted[name])
+                kept.append(replace(option, flag=flag, value=value, joined=option.joined and not part))
+        added = [
+            Option("--" + name.replace("_", "-"), None if new is True else _word(new), False)
+            for name, new in wanted.items()
+            if name not in last
+        ]
+        return kept, added
 
     def tokens(self, args: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> list[str]:
         """The words of the command with these options."""
-        return [t for group in self._groups(args, speculative) for t in group]
-
-    def _groups(self, args: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> list[list[str]]:
-        wanted = {name: value for name, value in args.items()}
-        if speculative is not None:
-            wanted[SPECULATIVE] = json.dumps(speculative)
-        before = self.args()
-        groups = [[*self.prefix, *([self.target] if self.target is not None else [])]]
-        done = set[str]()
-        for flag, value, joined in self.options:
-            name = canonical(flag)
-            whole = SPECULATIVE if name.startswith(SPECULATIVE + ".") else name
-            if whole not in wanted or whole in done:
-                continue
-            done.add(whole)
-            if whole != name:
-                flag, joined = "--speculative-config", False
-            elif wanted[name] != before[name] or name == SPECULATIVE:
-                same = name == SPECULATIVE and value is not None and _same_json(value, speculative)
-                value = value if same else _word(wanted[name])
-            if whole != name:
-                value = _word(wanted[whole])
-            if value is None:
-                groups.append([flag])
-            else:
-                groups.append([f"{flag}={value}"] if joined else [flag, value])
-        for name, new in wanted.items():
-            if name not in done:
-                flag = "--" + name.replace("_", "-")
-                groups.append([flag] if new is True else [flag, _word(new)])
-        if self.rest:
-            groups.append(self.rest)
-        return groups
+        kept, added = self._changed(args, speculative)
+        words = [*self.prefix, *([self.target] if self.target is not None else [])]
+        return [*words, *(w for o in [*kept, *added] if o is not None for w in o.words())]
 
     def render(self, args: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> str:
-        """The text with the command changed; one option a line where it was written so."""
-        groups = self._groups(args, speculative)
-        words = [" ".join(_quoted(t) for t in group) for group in groups if group]
-        return self.before + (" \\\n  " if self.continued else " ").join(words) + self.after
+        """The text with these options; what is not changed stays as it was written."""
+        kept, added = self._changed(args, speculative)
+        gap = " \\\n  " if "\\\n" in self.text[: self.end] else " "
+        edits = list[tuple[int, int, str]]()
+        for old, new in zip(self.options, kept, strict=True):
+            start, end = old.span
+            if new is None:
+                lead = re.search(r"(?:[ \t]|\\\n)*$", self.text[:start])
+                edits.append((lead.start() if lead else start, end, ""))
+            elif new is not old:
+                if new.flag == old.flag and not new.joined and None not in (old.value, new.value):
+                    start, end = old.inside[0], old.inside[1]
+                    edits.append((start, end, self._quoted(str(new.value))))
+                else:
+                    edits.append((start, end, self._shown(new)))
+        text, after = self.text[: self.end], self.text[self.end :]
+        for start, end, shown in reversed(edits):
+            text = text[:start] + shown + text[end:]
+        return gap.join([text, *map(self._shown, added)]) + after
+
+    def _shown(self, option: Option) -> str:
+        if option.joined and option.value is not None:
+            return f"{option.flag}={self._quoted(option.value)}"
+        return " ".join([option.flag, *map(self._quoted, option.words()[1:])])
+
+    def _quoted(self, value: str) -> str:
+        """A word for the shell; where the command has variables in it, they are still put in."""
+        return doubled(value) if self.expands and re.search(r"[$`]", value) else shlex.quote(value)
+
+
+def _own_words(text: str) -> list[Word]:
+    """The words of the engine's own command in a script. ValueError for an open quote in it."""
+    try:
+        found = _first_command(text, 0)
+    except ValueError:  # perhaps an apostrophe in the text before it
+        found = None
+    if found is not None:
+        return found
+    lines = (m for m in re.finditer(r"[^\n]+", text) if not m[0].lstrip().startswith("#"))
+    start = next((m.start() for m in lines if looks_like(m[0])), 0)
+    return _first_command(text, start) or [*words(text, start)]
+
+
+def _first_command(text: str, start: int) -> list[Word] | None:
+    """Reads no further than to the end of the command."""
+    return next(
+        (c for c in commands(words(text, start)) if looks_like(" ".join(word.value for word in c))), None
+    )
 
 
 def canonical(flag: str) -> str:
     """--tensor-parallel-size and -tp -> tensor_parallel_size; parts behind a dot stay."""
-    if flag in _SHORT:
-        return _SHORT[flag]
-    name = flag.lstrip("-").replace("-", "_")
-    return _ALIASES.get(name, name)
+    short, dot, part = flag.partition(".")
+    if short in _SHORT:
+        return _SHORT[short] + dot + part
+    name = short.lstrip("-").replace("-", "_")
+    return _ALIASES.get(name, name) + dot + part
 
 
 def _is_flag(token: str) -> bool:
@@ -181,23 +269,6 @@ def _typed(value: str) -> Any:
 
 def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _same_json(text: str, value: Any) -> bool:
-    try:
-        found = jsontext.parse(text)
-    except ValueError:
-        return False
-    return isinstance(found, dict) and {k.replace("-", "_"): v for k, v in found.items()} == value
-
-
-def _quoted(token: str) -> str:
-    """Quoted for a shell where it must be; an assignment or operator stays as it is."""
-    if re.fullmatch(r"[A-Za-z_]\w*=[\w./:-]*", token) or token in ("&", ";", "&&", "|", ">", ">>", "2>&1"):
-        return token
-    if token.startswith(("$", "~")):
-        return token
-    return shlex.quote(token)
 
 
 def _options_start(tokens: list[str], image: str) -> tuple[int | None, str | None]:
@@ -222,21 +293,10 @@ def _options_start(tokens: list[str], image: str) -> tuple[int | None, str | Non
         if found is not None and found[0] == index + 1:
             break
     if found is not None:
-        return found[0], named or found[1]
+        after = found[0] + (tokens[found[0] : found[0] + 1] == ["serve"])
+        return after, named or found[1]
     if tokens[:1] == ["serve"]:
         return 1, named
     if named is not None or (tokens and _is_flag(tokens[0])):
         return 0, named
     return None, None
-
-
-def _extent(text: str) -> tuple[int, int]:
-    """Start and end of the command (with its continued lines, and quotes that span lines) in a script."""
-    for match in re.finditer(r"(?:[^\n\\'\"]|\\.|\\\n|'[^']*'|\"(?:[^\"\\]|\\.|\\\n)*\")+", text):
-        piece = match[0]
-        if piece.strip() and not piece.lstrip().startswith("#") and looks_like(piece):
-            lead = len(piece) - len(piece.lstrip())
-            if text[match.end() : match.end() + 1] in ("'", '"'):  # a quote that is never closed
-                return match.start() + lead, len(text)
-            return match.start() + lead, match.start() + len(piece.rstrip())
-    return 0, len(text.rstrip())

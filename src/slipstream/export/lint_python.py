@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,30 +41,56 @@ class Call:
 
     def render(self, wanted: Mapping[str, Any]) -> str:
         """The source with this call's arguments changed; what is not changed stays as it was written."""
+        edits = list[tuple[int, int, str]]()
         written = {k.arg: k for k in self.node.keywords if k.arg is not None}
-        parts = [_segment(self.source, a) for a in self.node.args[self.positional :]]
-        if self.positional and "model" in wanted:
-            same = wanted["model"] == self.arguments.get("model")
-            parts.insert(0, _segment(self.source, self.node.args[0]) if same else _code(wanted["model"]))
-        for name, value in wanted.items():
-            if name == "model" and self.positional:
-                continue
-            keyword = written.get(name)
-            unchanged = keyword is not None and self.arguments.get(name) == value
-            text = _segment(self.source, keyword.value) if unchanged and keyword else _code(value)
-            parts.append(f"{name}={text}")
-        parts.extend(f"**{_segment(self.source, k.value)}" for k in self.node.keywords if k.arg is None)
-        start = _offset(self.source, self.node.lineno, self.node.col_offset)
-        end = _offset(self.source, self.node.end_lineno or 0, self.node.end_col_offset or 0)
-        head = _segment(self.source, self.node.func)
-        if "\n" in self.source[start:end]:
-            indent = re.match(r"[ \t]*", self.source.splitlines()[self.node.lineno - 1])
-            lead = indent[0] if indent else ""
-            inside = "".join(f"{lead}    {part},\n" for part in parts)
-            body = f"{head}(\n{inside}{lead})"
-        else:
-            body = f"{head}({', '.join(parts)})"
-        return self.source[:start] + body + self.source[end:]
+        if self.positional and "model" in wanted and wanted["model"] != self.arguments.get("model"):
+            edits.append((*self._span(self.node.args[0]), _code(wanted["model"])))
+        new = [
+            f"{name}={_code(value)}"
+            for name, value in wanted.items()
+            if name not in written and not (self.positional and name == "model")
+        ]
+        for name, keyword in written.items():
+            start, end = self._span(keyword)
+            if name in wanted:
+                if wanted[name] != self.arguments[name]:
+                    edits.append((*self._span(keyword.value), _code(wanted[name])))
+            elif new:  # the first that goes makes room for them
+                edits.append((start, end, f",{self._gap(start)}".join(new)))
+                new = []
+            else:
+                edits.append((*self._with_comma(start, end), ""))
+        if new:
+            spans = [*map(self._span, self.node.args), *map(self._span, self.node.keywords)]
+            start, end = max(spans, default=(0, self._span(self.node.func)[1] + 1))
+            lead = f",{self._gap(start)}" if spans else ""
+            edits.append((end, end, lead + f",{self._gap(start)}".join(new)))
+        text = self.source
+        for start, end, shown in sorted(edits, reverse=True):
+            text = text[:start] + shown + text[end:]
+        return text
+
+    def _span(self, node: ast.expr | ast.keyword) -> tuple[int, int]:
+        start = _offset(self.source, node.lineno, node.col_offset)
+        return start, _offset(self.source, node.end_lineno or 0, node.end_col_offset or 0)
+
+    def _gap(self, start: int) -> str:
+        """What separates an argument from the next: a new line where each has its own."""
+        lead = self.source[self.source.rfind("\n", 0, start) + 1 : start]
+        return " " if lead.strip() else "\n" + lead
+
+    def _with_comma(self, start: int, end: int) -> tuple[int, int]:
+        """An argument with its comma; with its line and the comment on it, if it has a line of its own."""
+        text = self.source
+        first = text.rfind("\n", 0, start) + 1
+        alone = re.compile(r"[ \t]*,?[ \t]*(?:#[^\n]*)?\n").match(text, end)
+        if alone and not text[first:start].strip():
+            return first, alone.end()
+        comma = re.compile(r"[ \t]*,[ \t]*").match(text, end)
+        if comma:
+            return start, comma.end()
+        before = re.search(r",\s*$", text[:start])
+        return before.start() if before else start, end
 
 
 def looks_like(text: str) -> bool:
@@ -72,19 +99,21 @@ def looks_like(text: str) -> bool:
 
 
 def find(text: str) -> Call:
-    """The first such call. Raises ParameterError if the text is no Python."""
+    """The first such call with speculation in it, else the first. Raises ParameterError if the text is no
+    Python.
+    """
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ParameterError(f"line {error.lineno} is not Python ({error.msg})") from None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node.func) in _NAMES:
-            arguments = {k.arg: _value(text, k.value) for k in node.keywords if k.arg is not None}
-            positional = 0
-            if node.args and not isinstance(node.args[0], ast.Starred) and "model" not in arguments:
-                arguments = {"model": _value(text, node.args[0]), **arguments}
-                positional = 1
-            return Call(text, node, arguments, positional)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _called(n.func) in _NAMES]
+    for node in sorted(calls, key=lambda call: not any("spec" in (k.arg or "") for k in call.keywords))[:1]:
+        arguments = {k.arg: _value(text, k.value) for k in node.keywords if k.arg is not None}
+        positional = 0
+        if node.args and not isinstance(node.args[0], ast.Starred) and "model" not in arguments:
+            arguments = {"model": _value(text, node.args[0]), **arguments}
+            positional = 1
+        return Call(text, node, arguments, positional)
     raise ParameterError(f"no call of {', '.join(_NAMES)} in it")
 
 
@@ -116,12 +145,12 @@ def _code(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f'"{k}": {_code(v)}' for k, v in value.items()) + "}"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False)
     return repr(value)
 
 
 def _offset(text: str, line: int, column: int) -> int:
-    """Index into the text of a line (from 1) and a column in UTF-8 bytes."""
-    lines = text.splitlines(keepends=True)
+    """Index into the text of a line (from 1) and a column in UTF-8 bytes. A form feed ends no line."""
+    lines = text.split("\n")
     head = lines[line - 1].encode()[:column].decode() if line <= len(lines) else ""
-    return sum(len(part) for part in lines[: line - 1]) + len(head)
+    return sum(len(part) + 1 for part in lines[: line - 1]) + len(head)

@@ -8,6 +8,7 @@ text as it was.
 from __future__ import annotations
 
 import ast
+import copy
 import io
 import json
 import re
@@ -106,7 +107,8 @@ def command_document(command: Command, kind: str = "command") -> Document:
             damage.append(repaired)
     for name in [n for n in args if n.startswith(SPECULATIVE + ".")]:
         speculative = {} if speculative is None else speculative
-        speculative[_name(name.removeprefix(SPECULATIVE + "."))] = _scalar(args.pop(name))
+        speculative[name.removeprefix(SPECULATIVE + ".")] = _scalar(args.pop(name))
+    command.given = None if damage else copy.deepcopy(speculative)
     target = command.target if command.target is not None else args.get("model", args.get("model_path"))
 
     def render(document: Document) -> str:
@@ -119,7 +121,7 @@ def command_document(command: Command, kind: str = "command") -> Document:
 def parse_json(value: Any, where: str) -> tuple[dict[str, Any], Damage | None]:
     """A speculative config given as text; Python spelling is mended. Raises ParameterError."""
     if isinstance(value, dict):
-        return {_name(k): v for k, v in value.items()}, None
+        return {str(k): v for k, v in value.items()}, None
     try:
         found, repaired = jsontext.parse(value), None
     except (ValueError, TypeError) as error:
@@ -129,7 +131,7 @@ def parse_json(value: Any, where: str) -> tuple[dict[str, Any], Damage | None]:
         repaired = Damage(where, f"not JSON ({error})", "write strings in double quotes, true/false/null")
     if not isinstance(found, dict):
         raise ParameterError(f"{where} must be a JSON object, not {str(value)[:80]}")
-    return {_name(k): v for k, v in found.items()}, repaired
+    return {str(k): v for k, v in found.items()}, repaired
 
 
 def _loose(text: str) -> Any:
@@ -178,7 +180,8 @@ def _json(text: str) -> tuple[dict[str, Any], Callable[[Any], str], list[Damage]
         repaired.append(Damage("json", f"not JSON ({error})", "write strings in double quotes"))
     if not isinstance(found, dict):
         raise ParameterError("the JSON must be an object of settings")
-    indent = 2 if "\n" in text else None
+    written = re.search(r"\n([ \t]+)\S", text)
+    indent = written[1] if written else None
     return found, lambda value: json.dumps(value, indent=indent, ensure_ascii=False) + "\n", repaired
 
 
@@ -192,8 +195,11 @@ def _yaml(text: str, engine: str) -> Document:
     yaml = YAML()  # keeps comments and order
     yaml.preserve_quotes = True
     yaml.width = 4096
+    yaml.explicit_start = text.startswith("---")
+    if re.search(r"^( *)[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\n\1 +- ", text, re.MULTILINE):
+        yaml.indent(mapping=2, sequence=4, offset=2)
     try:
-        parts = list(yaml.load_all(text))
+        parts = [part for part in yaml.load_all(text) if part is not None]
     except YAMLError as error:
         problem = " ".join(str(error).split())
         raise ParameterError(f"neither a command line, JSON, YAML nor a Python call ({problem})") from None
@@ -215,7 +221,9 @@ def _yaml(text: str, engine: str) -> Document:
 def _containers(value: Any) -> Iterator[dict[str, Any]]:
     """Containers of a manifest that start a serving engine."""
     if isinstance(value, dict):
-        for container in value.get("containers") or []:
+        for container in _list(value.get("containers")):
+            if not isinstance(container, dict):
+                continue
             tokens = [str(t) for key in ("image", "command", "args") for t in _list(container.get(key))]
             if lint_command.looks_like(" ".join(tokens)):
                 yield container
@@ -233,24 +241,47 @@ def _list(value: Any) -> list[Any]:
 def _manifest(parts: list[Any], container: Any, dump: Callable[[Any], str], engine: str) -> Document:
     words = [str(t) for t in _list(container.get("command"))]
     arguments = [str(t) for t in _list(container.get("args"))]
-    shell = words[-1:] == ["-c"] and len(arguments) == 1
+    scripts = {"args": words[-1:] == ["-c"] and len(arguments) == 1}
+    scripts["command"] = words[-2:-1] == ["-c"] and not arguments
+    shell = next((key for key, there in scripts.items() if there), None)
     image = str(container.get("image", ""))
     if shell:
-        command = Command.parse(arguments[0], engine)
+        command = Command.parse([*words, *arguments][-1], engine)
     else:
         command = Command.of_tokens([*words, *arguments], engine, image)
     document = command_document(command, "manifest")
 
     def render(changed: Document) -> str:
         if shell:
-            container["args"] = [command.render(changed.args, changed.speculative)]
+            text = command.render(changed.args, changed.speculative)
+            *lead, written = _list(container[shell])
+            _replace(container, shell, [*lead, type(written)(text)])  # keeps the style of a block
         else:
             tokens = command.tokens(changed.args, changed.speculative)
-            container["args"] = tokens[len(words) :]
+            # options may stand in the command itself
+            inside = any(word.startswith("-") for word in words[len(command.prefix) :])
+            _replace(container, "command", tokens if inside else words)
+            _replace(container, "args", [] if inside else tokens[len(words) :])
         return dump(parts if len(parts) > 1 else parts[0])
 
     document._render = render
     return document
+
+
+def _replace(container: Any, key: str, new: list[str]) -> None:
+    """Changes a list of words where it differs, so that its style and comments stay."""
+    old = container.get(key)
+    if not new and not old:
+        return
+    if not isinstance(old, list) or len(old) != len(new):
+        if isinstance(old, list):
+            old[:] = new
+        else:
+            container[key] = new
+        return
+    for i, word in enumerate(new):
+        if str(old[i]) != word:
+            old[i] = word
 
 
 def _mapping_document(
@@ -268,10 +299,10 @@ def _mapping_document(
     if alone:
 
         def render_alone(document: Document) -> str:
-            sync(root, document.speculative or {})
+            sync(root, document.speculative or {}, str)
             return dump(root)
 
-        config = {_name(k): v for k, v in root.items()}
+        config = {str(k): v for k, v in root.items()}
         return Document(kind, "speculative", None, {}, config, render_alone, None, damage)
     args = {_name(k): v for k, v in root.items()}
     speculative = None
@@ -286,7 +317,7 @@ def _mapping_document(
         if document.speculative is not None:
             inner = root.get(key)
             if isinstance(inner, dict):
-                sync(inner, document.speculative)
+                sync(inner, document.speculative, str)
                 wanted[SPECULATIVE] = inner
             else:
                 wanted[SPECULATIVE] = (
@@ -300,11 +331,11 @@ def _mapping_document(
     return Document(kind, "engine", target, args, speculative, render, engine, damage)
 
 
-def sync(container: Any, wanted: Mapping[str, Any]) -> None:
+def sync(container: Any, wanted: Mapping[str, Any], name_of: Callable[[Any], str] = _name) -> None:
     """Make the mapping hold exactly `wanted`, touching only what differs, so that comments and order stay."""
-    for key in [k for k in container if _name(k) not in wanted]:
+    for key in [k for k in container if name_of(k) not in wanted]:
         del container[key]
-    spelled = {_name(k): k for k in container}
+    spelled = {name_of(k): k for k in container}
     for name, value in wanted.items():
         key = spelled.get(name, name)
         if key not in container or container[key] != value:
@@ -320,7 +351,7 @@ def _python_document(text: str) -> Document:
     speculative = None
     raw = args.pop(SPECULATIVE, None)
     if isinstance(raw, dict):
-        speculative = {_name(k): v for k, v in raw.items()}
+        speculative = {str(k): v for k, v in raw.items()}
     elif raw is not None:
         raise ParameterError(
             f"{SPECULATIVE} of the call on line {call.line} is not written out, so it cannot be checked:"

@@ -29,6 +29,7 @@ from slipstream.export.lint_fault import (
     rename_key,
     set_key,
 )
+from slipstream.export.lint_python import Source
 from slipstream.export.lint_read import Document
 
 Rule = Callable[[Document, Context], Iterator[Fault]]
@@ -163,7 +164,17 @@ def method_name(document: Document, context: Context) -> Iterator[Fault]:
             set_key("method", guessed),
         )
         return
-    if not isinstance(method, str) or method in facts.names(facts.methods, version):
+    if isinstance(method, Source):
+        return
+    if not isinstance(method, str):
+        yield Fault(
+            "method-name",
+            f"{document.place}: method",
+            f"a method is a name in quotes, not {method!r}",
+            f"use one of {', '.join(facts.names(facts.methods, version)[:8])}, …",
+        )
+        return
+    if method in facts.names(facts.methods, version):
         yield from _deprecated(document, method)
         return
     meant = _meant(method, facts)
@@ -190,8 +201,8 @@ def method_name(document: Document, context: Context) -> Iterator[Fault]:
         )
 
 
-def _deprecated(document: Document, method: Any) -> Iterator[Fault]:
-    if isinstance(method, str) and method.endswith("_mtp") and method != "mtp":
+def _deprecated(document: Document, method: str) -> Iterator[Fault]:
+    if method.endswith("_mtp") and method != "mtp":
         yield Fault(
             "deprecated-method",
             f"{document.place}: method",
@@ -285,8 +296,8 @@ def _batch_switch(document: Document, context: Context, value: Any) -> Fault:
     )
 
 
-def _meant(method: Any, facts: Facts) -> str | None:
-    text = str(method).lower()
+def _meant(method: str, facts: Facts) -> str | None:
+    text = method.lower()
     return METHOD_NAMES.get(text) or closest(text, facts.methods, 0.75)
 
 
@@ -299,7 +310,9 @@ def effective_method(document: Document) -> str | None:
         if model in ("ngram", "[ngram]"):
             return "ngram"
         return (_named_like(model) or "draft_model") if isinstance(model, str) else None
-    return str(method) if method in vllm().methods else _meant(method, vllm())
+    if not isinstance(method, str):
+        return None
+    return method if method in vllm().methods else _meant(method, vllm())
 
 
 def _named_like(model: str) -> str | None:
@@ -347,7 +360,7 @@ def missing_model(document: Document, context: Context) -> Iterator[Fault]:
     config = document.speculative
     if (
         not config
-        or "model" in config
+        or config.get("model") not in (None, "")
         or "spec_model" in document.args
         or "speculative_model" in document.args
     ):

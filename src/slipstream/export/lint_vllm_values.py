@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from slipstream.export.engines import model_config, vllm
 from slipstream.export.lint_fault import Context, Fault, drop_key, set_key
+from slipstream.export.lint_python import Source
 from slipstream.export.lint_read import Document
 from slipstream.export.lint_vllm import DEFAULT_LENGTH, Rule, effective_method
 
@@ -40,7 +43,7 @@ def length(document: Document, context: Context) -> Iterator[Fault]:
             f'add "{LENGTH}": {DEFAULT_LENGTH}, then measure',
             repair=set_key(LENGTH, DEFAULT_LENGTH),
         )
-    elif isinstance(value, bool) or (isinstance(value, int | float) and value <= 0):
+    elif not _counts(value):
         yield spec_fault(
             document,
             "length-value",
@@ -49,6 +52,17 @@ def length(document: Document, context: Context) -> Iterator[Fault]:
             f"write {DEFAULT_LENGTH}, or leave the speculative config out",
             repair=set_key(LENGTH, DEFAULT_LENGTH),
         )
+
+
+def _counts(value: Any) -> bool:
+    """Whether pydantic takes it for a whole number of at least 1, as far as the text shows it."""
+    if isinstance(value, Source) or (isinstance(value, str) and re.search(r"\$|\{\{", value)):
+        return True
+    if isinstance(value, str):
+        return bool(re.fullmatch(r"\s*\+?0*[1-9][\d_]*\s*", value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value >= 1 and math.isfinite(value) and value == int(value)
 
 
 def parallelism(document: Document, context: Context) -> Iterator[Fault]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,10 +18,14 @@ _IMAGES = {
 }
 
 
+_NO_TEXT = re.compile(r"(?i)y|n|yes|no|on|off|true|false|null|~|[-+.\d][-+.:_\da-fox]*")
+
+
 def to_yaml(*documents: Any) -> str:
     """One or more YAML documents, in the order of their keys."""
     try:
         from ruamel.yaml import YAML
+        from ruamel.yaml.scalarstring import DoubleQuotedScalarString
     except ImportError:
         raise ParameterError("YAML needs ruamel.yaml: pip install 'slipstream-lm[scale]'") from None
     yaml = YAML()
@@ -27,8 +33,17 @@ def to_yaml(*documents: Any) -> str:
     yaml.width = 4096
     yaml.indent(mapping=2, sequence=4, offset=2)
     out = io.StringIO()
-    yaml.dump_all(list(documents), out)
+    yaml.dump_all([_quoted(document, DoubleQuotedScalarString) for document in documents], out)
     return out.getvalue().removeprefix("---\n")
+
+
+def _quoted(value: Any, quotes: Callable[[str], str]) -> Any:
+    """With quotes around what YAML 1.1, which Kubernetes and the engines read, takes for something else."""
+    if isinstance(value, dict):
+        return {k: _quoted(v, quotes) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_quoted(v, quotes) for v in value]
+    return quotes(value) if isinstance(value, str) and _NO_TEXT.fullmatch(value) else value
 
 
 def options_yaml(settings: Settings) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from slipstream.errors import DrafterError
 from slipstream.export.engines import NAME_PARTS, NEWEST, vllm
+from slipstream.model.quiet import first_line
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,30 @@ def require_room(folder: Path) -> None:
     """Refuse to write over something."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise DrafterError(f"{folder} is not empty: give a new folder with -o")
+
+
+@contextmanager
+def new_folder(out: Path, kind: str) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` at the end, or is gone. Raises DrafterError."""
+    if out.name in ("", ".."):
+        raise DrafterError(f"{out} is no new folder: name one with -o")
+    require_neutral(out, kind)
+    real = out.resolve()
+    partial = real.with_name(real.name + ".partial")
+    try:
+        require_room(real)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        if real.is_dir():
+            real.rmdir()  # empty, as was checked
+        partial.rename(real)
+    except (OSError, SafetensorError) as error:
+        raise DrafterError(
+            f"{out} cannot be written ({first_line(error)}): make room, or name another folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def takes_vllm(kind: str) -> str:

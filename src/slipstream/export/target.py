@@ -32,7 +32,8 @@ def read_parts(folder: Path) -> ModelParts:
         return None
 
     embedding = find("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-    missing = [k for k in ("hidden_size", "vocab_size", "num_hidden_layers") if k not in config]
+    sizes = ("hidden_size", "vocab_size", "num_hidden_layers")
+    missing = [k for k in sizes if not isinstance(config.get(k), int)]
     if embedding is None or missing:
         raise ModelError(
             f"{folder} is not laid out like a causal language model"

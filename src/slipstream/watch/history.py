@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ def append(file: Path, seen: Iterable[Rates], at: float) -> None:
     """Add one line a server. at: seconds since the epoch."""
     stamp = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="seconds")
     try:
+        with file.open("a+b") as kept:
+            cut = kept.tell() > 0 and kept.seek(-1, os.SEEK_END) >= 0 and kept.read(1) != b"\n"
         with file.open("a", encoding="utf-8") as out:
+            out.write("\n" if cut else "")  # a line that was cut off stays alone
             for rates in seen:
                 out.write(json.dumps({"time": stamp, **rates.as_dict()}) + "\n")
     except OSError as error:
@@ -31,9 +36,14 @@ def read(file: Path) -> list[dict[str, Any]]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ParameterError(f"the history {file} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"the history {file} is no text ({error}): name another file") from error
     for number, line in enumerate(lines, 1):
         try:
-            found.append(jsontext.parse(line))
+            row = jsontext.parse(line)
+            if not isinstance(row, dict):
+                raise ValueError("no object")
+            found.append(row)
         except ValueError as error:
             raise ParameterError(f"line {number} of {file} is damaged ({error}): remove it") from error
     return found
@@ -50,6 +60,12 @@ def chart(history: Sequence[dict[str, Any]], file: Path) -> None:
         raise ParameterError("the chart needs matplotlib: pip install 'slipstream-lm[scale]'") from None
     if not history:
         raise ParameterError("the history is empty: watch for a while first")
+    wanted = {"time", *(field.name for field in fields(Rates))}
+    for number, row in enumerate(history, 1):
+        if not wanted <= row.keys():
+            raise ParameterError(
+                f"line {number} of the history is no reading of `slipstream watch`: remove it"
+            )
     panels: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
         ("tau", lambda row: row["tau"]),
         (
@@ -72,5 +88,8 @@ def chart(history: Sequence[dict[str, Any]], file: Path) -> None:
     axes[0].legend(loc="upper left", fontsize="small")
     figure.autofmt_xdate()
     partial = file.with_name(file.name + ".partial")
-    figure.savefig(partial, format="png", dpi=110)
-    partial.replace(file)
+    try:
+        figure.savefig(partial, format="png", dpi=110)
+        partial.replace(file)
+    except OSError as error:
+        raise ParameterError(f"the chart {file} cannot be written ({error.strerror})") from error

@@ -8,6 +8,7 @@ the prefix `slipstream`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,8 +77,9 @@ def _samples(text: str, url: str) -> Iterable[tuple[str, dict[str, str], float]]
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                yield sample.name, dict(sample.labels), float(sample.value)
-    except ValueError as error:
+                if math.isfinite(sample.value):  # a mean of nothing is NaN
+                    yield sample.name, dict(sample.labels), float(sample.value)
+    except (ValueError, LookupError) as error:
         raise WatchError(f"{url} answers something else than Prometheus text ({error})") from error
 
 
@@ -114,7 +116,7 @@ class _Table:
         sums: dict[int, float] = {}
         for n, labels, value in self.samples:
             position = labels.get("position", "")
-            if n == name and position.isdigit():
+            if n == name and position.isdecimal() and len(position) <= 3:
                 sums[int(position)] = sums.get(int(position), 0.0) + value
         return tuple(sums.get(i, 0.0) for i in range(max(sums, default=-1) + 1))
 
