@@ -257,7 +257,7 @@ def load(bench: Bench, port: int) -> None:
     )
     bench.must("load", chart.read_bytes().startswith(b"\x89PNG"), f"a chart of {chart.stat().st_size} bytes")
     table = bench.watch(url, "--once", "--off-above", "64")
-    bench.must("load", "(vllm)" in table.stdout, f"a table of {len(table.stdout.splitlines())} lines")
+    bench.must("load", " vllm " in table.stdout, f"a table of {len(table.stdout.splitlines())} lines")
     if bench.args.record:
         bench.args.record.write_text(text.replace(str(bench.target), "tiny"))
 

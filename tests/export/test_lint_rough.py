@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
 from typing import Any
 
@@ -214,3 +215,36 @@ def test_keys_are_spelled_with_underscores() -> None:
     assert "unknown-key" in [f.rule for f in lint(text).errors]
     assert json.loads(mended(text)) == json.loads(GOOD)
     assert lint("model: a\ntensor-parallel-size: 2\n").faults == []
+
+
+@pytest.mark.parametrize(
+    ("call", "repaired"),
+    [
+        (
+            "LLM(model='/t', speculative_model='/d', num_speculative_tokens=5, speculative_max_model_len=9)",
+            "LLM(model='/t', speculative_config={})",
+        ),
+        (
+            "LLM(speculative_max_model_len=9, num_speculative_tokens=5, speculative_model='/d', model='/t')",
+            "LLM(speculative_config={}, model='/t')",
+        ),
+        (
+            "LLM('/t', speculative_model='/d',\n    num_speculative_tokens=5,  # five\n"
+            "    speculative_max_model_len=256)\n",
+            "LLM('/t', speculative_config={})\n",
+        ),
+        (
+            "x = LLM(\n    '/t', speculative_model='/d', num_speculative_tokens=5,\n"
+            "    speculative_max_model_len=256,\n    # keep\n    dtype='auto',\n)\n",
+            "x = LLM(\n    '/t', speculative_config={},\n    # keep\n    dtype='auto',\n)\n",
+        ),
+        (
+            "LLM(speculative_model='/d', num_speculative_tokens=5, seed=1, speculative_max_model_len=9, **x)",
+            "LLM(speculative_config={}, seed=1, **x)",
+        ),
+    ],
+)
+def test_arguments_that_go_take_their_commas_with_them(call: str, repaired: str) -> None:
+    fixed = mended(call)
+    ast.parse(fixed)
+    assert re.sub(r"\{[^}]*\}", "{}", fixed) == repaired

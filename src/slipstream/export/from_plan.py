@@ -11,7 +11,6 @@ from slipstream.core.places import expanded
 from slipstream.errors import ParameterError
 from slipstream.model.catalogue import find
 from slipstream.model.house import house_model
-from slipstream.model.store import Store, manifest
 
 _SCHEMA = "slipstream-plan/"
 # Our drafters that engines have, and what they are called there.
@@ -37,6 +36,8 @@ def engine_name(spec: str, here: bool = False) -> str:
         return str(house)
     if entry is None:
         return spec
+    from slipstream.model.store import Store, manifest  # not in an engine's own environment
+
     copy = Store.default().model(entry.name)
     return str(copy) if here and manifest(copy) is not None else entry.hub_id
 

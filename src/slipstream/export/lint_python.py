@@ -50,16 +50,21 @@ class Call:
             for name, value in wanted.items()
             if name not in written and not (self.positional and name == "model")
         ]
-        for name, keyword in written.items():
-            start, end = self._span(keyword)
-            if name in wanted:
-                if wanted[name] != self.arguments[name]:
+        gone = list[list[tuple[int, int]]]()  # runs of neighbours
+        before: ast.keyword | None = None  # the last one that goes
+        for keyword in self.node.keywords:
+            name, (start, end) = keyword.arg, self._span(keyword)
+            if name is None or name in wanted:
+                if name is not None and wanted[name] != self.arguments[name]:
                     edits.append((*self._span(keyword.value), _code(wanted[name])))
+                before = None
             elif new:  # the first that goes makes room for them
                 edits.append((start, end, f",{self._gap(start)}".join(new)))
                 new = []
             else:
-                edits.append((*self._with_comma(start, end), ""))
+                gone = [*gone[:-1], [*gone[-1], (start, end)]] if before else [*gone, [(start, end)]]
+                before = keyword
+        edits += [(*self._with_commas(run), "") for run in gone]
         if new:
             spans = [*map(self._span, self.node.args), *map(self._span, self.node.keywords)]
             start, end = max(spans, default=(0, self._span(self.node.func)[1] + 1))
@@ -79,18 +84,19 @@ class Call:
         lead = self.source[self.source.rfind("\n", 0, start) + 1 : start]
         return " " if lead.strip() else "\n" + lead
 
-    def _with_comma(self, start: int, end: int) -> tuple[int, int]:
-        """An argument with its comma; with its line and the comment on it, if it has a line of its own."""
-        text = self.source
+    def _with_commas(self, run: list[tuple[int, int]]) -> tuple[int, int]:
+        """Neighbouring arguments with their commas; with their lines and the comments on them, if these hold
+        nothing else."""
+        text, (start, _), (_, end) = self.source, run[0], run[-1]
         first = text.rfind("\n", 0, start) + 1
-        alone = re.compile(r"[ \t]*,?[ \t]*(?:#[^\n]*)?\n").match(text, end)
-        if alone and not text[first:start].strip():
-            return first, alone.end()
-        comma = re.compile(r"[ \t]*,[ \t]*").match(text, end)
-        if comma:
-            return start, comma.end()
+        rest = re.compile(r"[ \t]*,?[ \t]*(?:#[^\n]*)?\n").match(text, end)
+        if rest and not text[first:start].strip():
+            return first, rest.end()
         before = re.search(r",\s*$", text[:start])
-        return before.start() if before else start, end
+        if before:
+            return before.start(), end
+        comma = re.compile(r"[ \t]*,[ \t]*").match(text, end)
+        return start, comma.end() if comma else end
 
 
 def looks_like(text: str) -> bool:
