@@ -18,6 +18,7 @@ SLOW = (
     *("plan/test_memory.py", "drafters/test_draft_vocab.py", "model/test_int8_store.py"),
     *("cli/test_cli_models.py", "cli/test_cli_scale.py", "heads/test_tune_medusa.py"),
     *("cli/test_cli_leaving.py", "unit/test_nested.py", "model/test_siblings.py"),
+    *("cli/test_deploy_rough.py", "export/test_lint_rough.py"),
 )
 
 
