@@ -42,19 +42,16 @@ from serve_common import serve
 from slipstream.cli.output import progress
 from slipstream.errors import ParameterError, SlipstreamError
 from slipstream.model.store import write_atomic
+from vllm_serves import PROMPTS
 
 LENGTH = 3
-QUESTIONS = [
-    f"def {name}(" for name in ("read", "write", "close", "open_file", "main", "parse", "sort", "add")
-]
-NAME = "qwen2.5-coder-1.5b"
 
 
 def ask(url: str, model: str) -> None:
     """All questions, two at a time."""
 
     def some(first: int) -> None:
-        for question in QUESTIONS[first::2]:
+        for question in PROMPTS[first::2]:
             body = {"model": model, "prompt": question, "max_tokens": 48, "temperature": 0}
             httpx.post(f"{url}/v1/completions", json=body, timeout=600).raise_for_status()
 
@@ -155,7 +152,7 @@ def sglang(args: argparse.Namespace) -> str:
             spec_num_steps=LENGTH,
             spec_num_draft_tokens=LENGTH + 1,
         )
-        same = {"model_name": NAME, "engine_type": "unified", "priority": ""}
+        same = {"model_name": TARGET, "engine_type": "unified", "priority": ""}
         scheduler = made.SchedulerMetricsCollector(
             labels={**same, "tp_rank": 0, "pp_rank": 0, "moe_ep_rank": 0}, server_args=MagicMock()
         )
@@ -163,15 +160,15 @@ def sglang(args: argparse.Namespace) -> str:
             scheduler.labels["tp_rank"] = rank
             scheduler.log_stats(stats)
         tokenizer = made.TokenizerMetricsCollector(labels=same)
-        for number in range(len(QUESTIONS)):
+        for number in range(len(PROMPTS)):
             tokenizer.observe_one_finished_request(
                 labels={**same, "priority": str(5 * (number % 2))},
                 prompt_tokens=4,
-                generation_tokens=int(told.tokens) // len(QUESTIONS),
+                generation_tokens=int(told.tokens) // len(PROMPTS),
                 cached_tokens=0,
                 e2e_latency=1.0,
                 has_grammar=False,
-                spec_verify_ct=int(told.drafts) // len(QUESTIONS),
+                spec_verify_ct=int(told.drafts) // len(PROMPTS),
                 is_streaming=bool(number % 2),
             )
         text = generate_latest(REGISTRY).decode()

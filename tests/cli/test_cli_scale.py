@@ -478,7 +478,9 @@ def test_deploy_writes_a_manifest(invoke: Invoke, tmp_path: Path) -> None:
     assert done.exit_code == 0 and "kubectl apply" in done.stdout and invoke("lint", str(file)).exit_code == 0
 
 
-def test_sigterm_stops_the_engine_too(tmp_path: Path, port: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_engine_too(tmp_path: Path, port: int, number: signal.Signals) -> None:
+    """SIGHUP is a closed terminal."""
     pids = tmp_path / "pids"
     environment: dict[str, Any] = {**os.environ, "FAKE_VLLM": "good", "FAKE_VLLM_PIDS": str(pids)}
     command = [
@@ -507,8 +509,8 @@ def test_sigterm_stops_the_engine_too(tmp_path: Path, port: int) -> None:
                 break
         started = [int(pid) for pid in pids.read_text().split()]
         assert all(alive(pid) for pid in started)
-        running.terminate()
-        assert running.wait(30) == 143
+        running.send_signal(number)
+        assert running.wait(30) == 128 + number
     deadline = time.monotonic() + 5
     while any(alive(pid) for pid in started) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -8,7 +8,6 @@ import shlex
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -62,43 +61,6 @@ def test_an_impatient_stop_kills(tmp_path: Path, port: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         running.stop()
     assert running.process.poll() == -signal.SIGKILL and time.monotonic() - start < 10
-
-
-def test_a_closed_terminal_stops_the_engine(tmp_path: Path, port: int) -> None:
-    pids = tmp_path / "pids"
-    command = [
-        sys.executable,
-        "-m",
-        "slipstream.cli.main",
-        "deploy",
-        "vllm",
-        "--version",
-        "0.32.0",
-        "--target",
-        "big",
-    ]
-    command += ["--executable", str(Path(__file__).parent / "fake_vllm.py"), "--log", str(tmp_path / "log")]
-    environment = {**os.environ, "FAKE_VLLM": "good", "FAKE_VLLM_PIDS": str(pids)}
-    command += ["--set", f"port={port}"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stderr is not None
-        for line in running.stderr:
-            if "until Ctrl-C" in line:
-                break
-        started = [int(pid) for pid in pids.read_text().split()]
-        running.send_signal(signal.SIGHUP)
-        assert running.wait(30) == 128 + signal.SIGHUP
-    until = time.monotonic() + 5
-    while any(alive(pid) for pid in started) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not [pid for pid in started if alive(pid)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_what_cannot_be_started_or_logged(tmp_path: Path, port: int) -> None:

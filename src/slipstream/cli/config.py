@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.cli.plan import write
 from slipstream.core import jsontext
 from slipstream.errors import ParameterError
 
@@ -128,12 +129,12 @@ def config(
     }
     text = forms[form]()
     if output is not None:
-        write_text(output, text)
+        write(output, text)
     else:
         typer.echo(text.rstrip("\n"))
     for name, content in made.files.items():
         if output is not None:
-            write_text(output.parent / name, content + "\n")
+            write(output.parent / name, content + "\n")
         else:
             typer.echo(f"{name}:\n{content}", err=True)
     if plan is None and drafter is None:
@@ -143,16 +144,6 @@ def config(
     if output is not None:
         written = [output, *(output.parent / name for name in made.files)]
         typer.echo(f"written: {', '.join(map(str, written))}", err=True)
-
-
-def write_text(file: Path, text: str) -> None:
-    """Raises ParameterError where it cannot be written."""
-    from slipstream.model.store import write_atomic
-
-    try:
-        write_atomic(file, text)
-    except OSError as error:
-        raise ParameterError(f"{file} cannot be written ({error.strerror})") from error
 
 
 def plan_of(

@@ -22,8 +22,8 @@ from slipstream.cli.config import (
     Target,
     Tokens,
     plan_of,
-    write_text,
 )
+from slipstream.cli.plan import write
 from slipstream.errors import ParameterError
 
 
@@ -78,7 +78,7 @@ def deploy(
         wanted = wanted.model_copy(update={"engine": f"vllm=={installed}"})
     made = settings(wanted)
     if manifest is not None:
-        write_text(manifest, write_manifest(made))
+        write(manifest, write_manifest(made))
         typer.echo(f"{manifest}: kubectl apply -f {manifest}")
         return
     command = [*find_program(executable).words, *made.command[2:]]

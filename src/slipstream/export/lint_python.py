@@ -51,19 +51,19 @@ class Call:
             if name not in written and not (self.positional and name == "model")
         ]
         gone = list[list[tuple[int, int]]]()  # runs of neighbours
-        before: ast.keyword | None = None  # the last one that goes
+        beside = False  # the one before goes as well
         for keyword in self.node.keywords:
             name, (start, end) = keyword.arg, self._span(keyword)
             if name is None or name in wanted:
                 if name is not None and wanted[name] != self.arguments[name]:
                     edits.append((*self._span(keyword.value), _code(wanted[name])))
-                before = None
+                beside = False
             elif new:  # the first that goes makes room for them
                 edits.append((start, end, f",{self._gap(start)}".join(new)))
                 new = []
             else:
-                gone = [*gone[:-1], [*gone[-1], (start, end)]] if before else [*gone, [(start, end)]]
-                before = keyword
+                gone = [*gone[:-1], [*gone[-1], (start, end)]] if beside else [*gone, [(start, end)]]
+                beside = True
         edits += [(*self._with_commas(run), "") for run in gone]
         if new:
             spans = [*map(self._span, self.node.args), *map(self._span, self.node.keywords)]
