@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -118,11 +118,53 @@ def test_drift_is_followed_within_fifty_steps(before: float, after: float) -> No
 
 
 def test_rows_of_one_batch_are_judged_each_by_its_own_acceptance() -> None:
-    curves = fake_curves(0.05, free=2, slope=0.1)
+    curves = fake_curves(0.01, free=2, slope=0.02)
     run = simulate(goodput(curves), curves, [steadily(0.95), steadily(0.0)], 400)
     both = [d for d in run.depths if len(d) == 2][30:]
     good, bad = (sum(d[i] for d in both) / len(both) for i in (0, 1))
-    assert good > 4 and bad < 0.5
+    assert good > 4 and bad < 1  # which is looked at now and then: here that costs next to nothing
+
+
+def test_a_fast_row_is_not_served_at_the_cost_of_those_that_stay_longer() -> None:
+    """Of the next step alone, 5 tokens for the fast row would give most: (6.0 + 1) / 1.75 against
+    (1.95 + 1) / 1.15 for one. But the other row is there to the end, and each of its steps would take 1.75."""
+    curves = fake_curves(0.05, free=2, slope=0.1)
+    rates = [steadily(0.95), steadily(0.0)]
+    run = simulate(goodput(curves), curves, rates, 400)
+    both = [d for d in run.depths if len(d) == 2][30:]
+    assert sum(d[0] for d in both) / len(both) < 2
+    greedy = simulate(Fixed(FixedConfig(5)), curves, rates, 400)
+    assert run.seconds < 0.8 * greedy.seconds
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize("rates", [(0.85, 0.7, 0.9), (0.6, 0.35, 0.5), (0.9, 0.3, 0.6)])
+def test_batches_of_rows_of_any_kind_go_nearly_as_fast_as_with_their_best_fixed_length(
+    batch: int, rates: tuple[float, ...]
+) -> None:
+    """A draft model that costs a third to half of a step, so that in a batch little is to be gained and bad
+    luck at the start easily turns it off; rows that are done are replaced."""
+    curves = fake_curves(0.35, free=8, slope=0.06, longest=7)
+    rows = [steadily(rates[i % len(rates)]) for i in range(8 * batch)]
+
+    def seconds(make: Callable[[], Controller]) -> float:
+        return sum(simulate(make(), curves, rows, 64, seed, at_once=batch).seconds for seed in range(2))
+
+    best = min(seconds(lambda d=depth: Fixed(FixedConfig(d))) for depth in range(8))  # type: ignore[misc]
+    assert seconds(lambda: goodput(curves)) <= best / 0.95
+
+
+def test_a_row_with_bad_luck_near_break_even_is_tried_again_soon() -> None:
+    """Six of ten drafted tokens pay for the drafts. The first two are rejected."""
+    curves = fake_curves(0.55)
+    controller = goodput(curves)
+    depths = []
+    for step in range(40):
+        (budget,) = controller.plan([RowState(0, step, 200)])
+        depths.append(budget.depth)
+        good = budget.depth if len([d for d in depths if d]) > 2 else 0
+        controller.record([RowOutcome(0, budget.depth, budget.depth, good, good + 1)], 1.0)
+    assert sum(depth > 0 for depth in depths) > 20
 
 
 def test_a_large_batch_is_not_drafted_for_and_comes_back_when_it_is_small() -> None:

@@ -51,7 +51,6 @@ class Evidence:
         self.asked, self.answered = FIRST, FIRST * reach
         self.waited = 0  # steps since anything was learned
         self.seen = 0  # steps in which it was asked
-        self.hot = True  # try once more whatever the estimate: it is new, or its last probe was accepted
         self.budget = 0  # what it was given this step
         self._half_life = half_life
         self._values: Floats | None = None  # until something is learned
@@ -76,7 +75,7 @@ class Evidence:
             for i in range(min(outcome.depth, counts.at.shape[1])):
                 counts.at[0, i] += outcome.accepted >= i and outcome.emitted > i
                 counts.at[1, i] += outcome.accepted > i
-        self.waited, self.hot, self._values = 0, outcome.accepted > 0, None
+        self.waited, self._values = 0, None
         if self._changed():
             self.steady.at = self.fresh.at.copy()
 

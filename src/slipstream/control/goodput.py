@@ -1,16 +1,24 @@
-"""Draft as much as pays now: the depths with the most expected tokens a second, or none (`goodput`).
+"""Draft as much as pays now: the depths with which rows get on fastest, or none (`goodput`).
 
-Each step's budgets maximise  Σ_rows E[tokens] / (T(rows, drafted tokens) + T_draft),  with the measured
-curves and each row's own acceptance of late (the objective of TurboSpec, arXiv 2406.14066, by row instead of
-one length for all). A row's next drafted token is worth the product of its acceptances so far, which falls
-with depth, so the best k drafted tokens of a batch are the k largest of these products: every k is looked at,
+Each step's budgets maximise the tokens a second that the rows will have made when they are done, with the
+measured curves and each row's own acceptance of late. With E_i tokens expected of row i and R rows that is
+
+    R / (T(R, drafted tokens) + T_draft)  ·  R / Σ_i 1/E_i :
+
+the harmonic mean of the E_i, because a row is there for 1/E_i steps a token. The tokens of the next step
+alone, Σ E_i / T (the objective of TurboSpec, arXiv 2406.14066), would draft for the rows that are fast
+already; these leave soon, and all the others stay longer: with drafts of a model that was up to a fifth
+slower than the best single length. For one row both are the same.
+
+A row's next drafted token adds the product of its acceptances so far, which falls with depth, and so do the
+steps that it saves; so the best k drafted tokens of a batch are the k that save most: every k is looked at,
 and a curve with kinks needs no other treatment. Rows may have different drafters: then all of these are
 weighed together, and each alone. Nothing is shared between controllers.
 
 Evidence is exponentially forgotten. A row that drafts nothing learns nothing, so such rows are probed with
-one token each whenever `probe_share` of the time that passed without drafting pays for it. A row that is new,
-or whose probe was accepted, is probed at once, as long as that costs a bounded time. Where not even perfect
-drafts would pay, nothing is probed.
+one token each whenever `probe_share` of the time that passed pays for what that is expected to lose: near to
+break-even next to nothing, so a row with bad luck is soon given another chance. Where not even perfect drafts
+would pay, nothing is probed.
 
 The curves are held against the seconds that steps really take (`control.clock`).
 """
@@ -39,8 +47,7 @@ _ROWS = 4.0  # finished rows after which one's evidence counts half in the prior
 _WORTH = 10.0  # tested tokens of finished rows that are worth one in the prior of new ones …
 _MOST = 8.0  # … which is worth no more than this
 _APART = 16  # steps between two in which it is not done what seems best, to see what that takes
-_HOT = 1.0  # steps' worth of time that hot rows may be tried for at once …
-_HOT_SHARE = 0.5  # … and what comes of it again, as a share of `probe_share`
+_AT_ONCE = 0.25  # steps' worth of time that probes may lose at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class GoodputConfig:
 
     max_depth: longest draft; 0: as long as was measured. nodes_per_level: drafted tokens of a tree a level;
     1 is a chain. half_life: steps after which fresh evidence counts half. prior: acceptance of a row of
-    which nothing is known; 0: as measured, else 0.6. probe_share: share of the time that probes may cost.
+    which nothing is known; 0: as measured, else 0.6. probe_share: share of the time that probes may lose.
     """
 
     curve: str
@@ -114,7 +121,7 @@ class _Kind:
 class _Step:
     """What is expected of the rows of a step.
 
-    values [rows, depth]: worth of each drafted token. reach [rows]: probability of a draft when asked. room
+    values [rows, depth]: expected tokens that each drafted token adds. reach [rows]: probability of a draft when asked. room
     [rows]: tokens that may be asked for. kind [rows]: whose draft it would be, -1 without. width [rows]:
     tokens a level. fixed: by kind, rows that draft whatever is decided and their longest depth; given: their
     tokens in all.
@@ -132,7 +139,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Depth of each row, and the tokens a second and the seconds that are expected of such a step."""
+    """Depth of each row, and the pace (tokens a second, see the module) and seconds expected of such steps."""
 
     depths: Ints
     pace: float
@@ -159,8 +166,9 @@ class Goodput(Controller):
         self._index = {kind.name: i for i, kind in enumerate(self._kinds)}
         self._clock = Clock(first.measured)
         self._rows: dict[int, tuple[_Kind, Evidence]] = {}
-        self._credit = 0.0  # seconds that probes may cost
-        self._hot_credit = math.inf  # and those of hot rows
+        self._credit: float | None = None  # seconds that probes may lose; None: nothing was decided yet
+        self._trial: Ints = np.zeros(0, dtype=int)
+        self._per_token = 0.0
         self._since_look = 0
         self._context = 0.0
 
@@ -170,7 +178,7 @@ class Goodput(Controller):
         if not rows:
             return []
         step = self._look_at(rows)
-        depths = self._check(step, self._probe(step, self._best(step), rows))
+        depths = self._check(step, self._probe(step, self._best(step)))
         budgets = []
         for row, depth, width in zip(rows, depths.tolist(), step.width.tolist(), strict=True):
             if row.seq_id in self._rows:
@@ -212,7 +220,7 @@ class Goodput(Controller):
         return _Step(values, reach, room, kinds, width, fixed, given, self._context)
 
     def _best(self, step: _Step) -> _Choice:
-        """What gives the most tokens a second."""
+        """What gives the best pace."""
         found = [self._best_within(step, step.room)]
         able = set(step.kind[step.room > 0].tolist())
         if len(able) > 1:  # a cheap drafter may pay where a costly one beside it does not
@@ -222,11 +230,11 @@ class Goodput(Controller):
     def _best_within(self, step: _Step, room: Ints) -> _Choice:
         rows = len(room)
         row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < room[:, None])
-        worth = step.values[row_of, depth_of]
-        order = np.lexsort((depth_of, -worth))  # the most valuable first, of equal ones the shallower
+        saved = _saved(step.values)[row_of, depth_of]
+        order = np.lexsort((depth_of, -saved))  # what saves most first, of equals the shallower
         row_of, depth_of = row_of[order], depth_of[order] + 1
         seconds = self._seconds(step, row_of, depth_of)
-        pace = (rows + _running(worth[order])) / seconds
+        pace = _pace(rows, _running(saved[order]), seconds)
         best = int(np.argmax(pace))
         depths = np.bincount(row_of[:best], minlength=rows)
         return _Choice(depths, float(pace[best]), float(seconds[best]))
@@ -262,28 +270,28 @@ class Goodput(Controller):
         row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < depths[:, None])
         return float(self._seconds(step, row_of, depth_of + 1)[-1])
 
-    def _probe(self, step: _Step, best: _Choice, rows: Sequence[RowState]) -> Ints:
-        """Depths with a token for rows that would draft nothing and are worth another look."""
+    def _probe(self, step: _Step, best: _Choice) -> Ints:
+        """Depths with a token for rows that would draft nothing, if it is time for another look at them."""
         depths, now = best.depths, best.seconds
+        self._per_token = 0.0
         idle = (depths == 0) & (step.room > 0)
         if not idle.any():
             return depths
-        hot = idle & np.array([i and self._rows[r.seq_id][1].hot for r, i in zip(rows, idle, strict=True)])
-        probed, tried = np.where(idle, 1, depths), np.where(hot, 1, depths)
-        price = self._total(step, probed) - now
-        share = self._config.probe_share
-        self._credit = min(self._credit + share * now, price)
-        self._hot_credit = min(self._hot_credit + _HOT_SHARE * share * now, _HOT * now)
-        if self._credit < price and not hot.any() or not self._hopeful(step, idle, best.pace):
+        probed = np.where(idle, 1, depths)
+        loss = self._total(step, probed) - self._worth(step, probed) / best.pace
+        at_once = _AT_ONCE * now
+        before = at_once if self._credit is None else self._credit
+        self._credit = min(before + self._config.probe_share * now, max(loss, at_once))
+        if loss > self._credit or not self._hopeful(step, idle, best.pace):
             return depths
-        if self._credit >= price:
-            self._credit = 0.0
-            return probed
-        price = self._total(step, tried) - now
-        if price > self._hot_credit:  # under load some row is always new: that must not cost all the time
-            return depths
-        self._hot_credit -= price
-        return tried
+        self._credit -= self._total(step, probed) - now
+        self._trial, self._per_token = np.flatnonzero(idle), 1 / best.pace
+        return probed
+
+    def _worth(self, step: _Step, depths: Ints) -> float:
+        """Tokens of a step with these depths, as the pace counts them."""
+        row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < depths[:, None])
+        return float(_pace(len(depths), _saved(step.values)[row_of, depth_of].sum(), 1.0))
 
     def _hopeful(self, step: _Step, idle: NDArray[np.bool_], pace: float) -> bool:
         """Whether drafting for these rows would pay if their drafts were perfect."""
@@ -331,6 +339,8 @@ class Goodput(Controller):
 
     def record(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
         reading = False
+        if self._per_token and self._credit is not None:
+            self._credit += self._per_token * sum(outcomes[i].accepted for i in self._trial)
         for outcome in outcomes:
             if outcome.seq_id not in self._rows:
                 continue
@@ -364,6 +374,17 @@ class Goodput(Controller):
         kind, row = self._rows.pop(seq_id, (None, None))
         if kind is not None and row is not None:
             kind.close(row)
+
+
+def _saved(values: Floats) -> Floats:
+    """Steps a token that each further drafted token saves its row, [rows, depth]; values: expected tokens."""
+    steps = 1 / (1 + np.cumsum(np.pad(values, ((0, 0), (1, 0))), axis=1))
+    return np.asarray(steps[:, :-1] - steps[:, 1:])
+
+
+def _pace(rows: int, saved: Floats | float, seconds: Floats | float) -> Floats:
+    """Tokens a second of rows that were all to take a step a token and are saved so many together."""
+    return np.asarray(rows * rows / (rows - saved) / seconds)
 
 
 def _running(values: NDArray[Any]) -> Floats:
