@@ -127,7 +127,8 @@ def test_rows_of_one_batch_are_judged_each_by_its_own_acceptance() -> None:
 
 def test_a_fast_row_is_not_served_at_the_cost_of_those_that_stay_longer() -> None:
     """Of the next step alone, 5 tokens for the fast row would give most: (6.0 + 1) / 1.75 against
-    (1.95 + 1) / 1.15 for one. But the other row is there to the end, and each of its steps would take 1.75."""
+    (1.95 + 1) / 1.15 for one. But the other row is there to the end, and each of its steps would take 1.75.
+    """
     curves = fake_curves(0.05, free=2, slope=0.1)
     rates = [steadily(0.95), steadily(0.0)]
     run = simulate(goodput(curves), curves, rates, 400)

@@ -25,7 +25,6 @@ The curves are held against the seconds that steps really take (`control.clock`)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,10 +120,10 @@ class _Kind:
 class _Step:
     """What is expected of the rows of a step.
 
-    values [rows, depth]: expected tokens that each drafted token adds. reach [rows]: probability of a draft when asked. room
-    [rows]: tokens that may be asked for. kind [rows]: whose draft it would be, -1 without. width [rows]:
-    tokens a level. fixed: by kind, rows that draft whatever is decided and their longest depth; given: their
-    tokens in all.
+    values [rows, depth]: expected tokens that each drafted token adds. reach [rows]: probability of a draft
+    when asked. room [rows]: tokens that may be asked for. kind [rows]: whose draft it would be, -1 without.
+    width [rows]: tokens a level. fixed: by kind, rows that draft whatever is decided and their longest depth;
+    given: their tokens in all.
     """
 
     values: Floats
@@ -139,7 +138,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Depth of each row, and the pace (tokens a second, see the module) and seconds expected of such steps."""
+    """Depth of each row, and the pace (tokens a second, see the module) and seconds of such a step."""
 
     depths: Ints
     pace: float
@@ -166,9 +165,9 @@ class Goodput(Controller):
         self._index = {kind.name: i for i, kind in enumerate(self._kinds)}
         self._clock = Clock(first.measured)
         self._rows: dict[int, tuple[_Kind, Evidence]] = {}
-        self._credit: float | None = None  # seconds that probes may lose; None: nothing was decided yet
-        self._trial: Ints = np.zeros(0, dtype=int)
-        self._per_token = 0.0
+        self._credit: float | None = None  # seconds that probes may lose; None: before the first step
+        self._probed: set[int] = set()  # seq_ids of the rows that are probed in this step
+        self._token = 0.0  # seconds that a token of theirs gives back
         self._since_look = 0
         self._context = 0.0
 
@@ -178,7 +177,7 @@ class Goodput(Controller):
         if not rows:
             return []
         step = self._look_at(rows)
-        depths = self._check(step, self._probe(step, self._best(step)))
+        depths = self._check(step, self._probe(step, self._best(step), rows))
         budgets = []
         for row, depth, width in zip(rows, depths.tolist(), step.width.tolist(), strict=True):
             if row.seq_id in self._rows:
@@ -270,10 +269,10 @@ class Goodput(Controller):
         row_of, depth_of = np.nonzero(np.arange(step.values.shape[1]) < depths[:, None])
         return float(self._seconds(step, row_of, depth_of + 1)[-1])
 
-    def _probe(self, step: _Step, best: _Choice) -> Ints:
+    def _probe(self, step: _Step, best: _Choice, rows: Sequence[RowState]) -> Ints:
         """Depths with a token for rows that would draft nothing, if it is time for another look at them."""
         depths, now = best.depths, best.seconds
-        self._per_token = 0.0
+        self._probed = set()
         idle = (depths == 0) & (step.room > 0)
         if not idle.any():
             return depths
@@ -285,7 +284,8 @@ class Goodput(Controller):
         if loss > self._credit or not self._hopeful(step, idle, best.pace):
             return depths
         self._credit -= self._total(step, probed) - now
-        self._trial, self._per_token = np.flatnonzero(idle), 1 / best.pace
+        self._probed = {row.seq_id for row, probe in zip(rows, idle, strict=True) if probe}
+        self._token = 1 / best.pace
         return probed
 
     def _worth(self, step: _Step, depths: Ints) -> float:
@@ -339,8 +339,8 @@ class Goodput(Controller):
 
     def record(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
         reading = False
-        if self._per_token and self._credit is not None:
-            self._credit += self._per_token * sum(outcomes[i].accepted for i in self._trial)
+        if self._credit is not None:
+            self._credit += self._token * sum(o.accepted for o in outcomes if o.seq_id in self._probed)
         for outcome in outcomes:
             if outcome.seq_id not in self._rows:
                 continue
