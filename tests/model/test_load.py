@@ -67,8 +67,7 @@ def test_tied_weights_count_once(tmp_path):
     ("stored", "asked", "got"),
     [
         (torch.float32, "auto", torch.float32),
-        (torch.bfloat16, "auto", torch.bfloat16),
-        (torch.float16, "auto", torch.bfloat16),
+        (torch.bfloat16, "bfloat16", torch.bfloat16),
         (torch.float16, "float16", torch.float16),
         (torch.float32, "bf16", torch.bfloat16),
         (torch.bfloat16, "fp32", torch.float32),
@@ -76,6 +75,13 @@ def test_tied_weights_count_once(tmp_path):
 )
 def test_dtype(tmp_path, stored, asked, got):
     assert load.load(str(save_tiny(tmp_path / "m", dtype=stored)), dtype=asked).model.dtype == got
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("fast", "got"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_half_precision_is_loaded_as_what_this_cpu_computes_fast(tmp_path, monkeypatch, stored, fast, got):
+    monkeypatch.setattr(load, "computes_bfloat16", lambda: fast)
+    assert load.load(str(save_tiny(tmp_path / "m", dtype=stored))).model.dtype == got
 
 
 def test_sharded_weights_load(tmp_path):

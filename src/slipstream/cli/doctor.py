@@ -125,7 +125,7 @@ def gather(model: str | None, **precision: str) -> dict[str, Any]:
     there = next(p for p in (cache, *cache.absolute().parents) if p.exists())
     processor = _processor()
     gpus = _gpus()
-    dtype, why = _advised(processor, gpus)
+    dtype, why = _advised(gpus)
     report: dict[str, Any] = {
         "versions": {
             "slipstream": __version__,
@@ -200,18 +200,17 @@ def _gpus() -> list[dict[str, Any]]:
     return found
 
 
-def _advised(processor: dict[str, Any], gpus: list[dict[str, Any]]) -> tuple[str, str]:
+def _advised(gpus: list[dict[str, Any]]) -> tuple[str, str]:
     """The dtype to load models in, and the reason."""
+    from slipstream.model.packed import computes_bfloat16
+
     if gpus:
         if float(gpus[0]["capability"]) >= 8:
             return "bfloat16", "the GPU computes it natively"
         return "float16", "the GPU has no native bfloat16"
-    if {"avx512_bf16", "amx_bf16", "bf16"} & set(processor["instructions"]):
-        return "bfloat16", "the processor computes it natively and it halves the memory traffic"
-    return (
-        "float32",
-        "the processor has no bfloat16 instructions; bfloat16 halves the memory but may be slower",
-    )
+    if computes_bfloat16():
+        return "bfloat16", "the processor has fast products of it and it halves the memory traffic"
+    return "float32", "the processor has no fast products of bfloat16, which halves the memory but is slower"
 
 
 def _check(

@@ -15,7 +15,9 @@ from slipstream.errors import ParameterError
 MOST_THREADS = 1024  # more would not start, or only wait for each other
 DEFAULT_MODEL = "qwen2.5-coder-1.5b"
 COLOURS = ("drafts", "always", "never")
-DtypeOption = Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto is the checkpoint's own.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="bfloat16, float16 or float32; auto: the checkpoint's, where that is fast here.")
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 ThreadsOption = Annotated[int | None, typer.Option(help="Threads of torch. Default: torch's choice.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")]

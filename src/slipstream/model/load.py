@@ -27,7 +27,7 @@ from slipstream.model.house import house_model, house_models
 from slipstream.model.hub import cached_snapshot, fetch_from_hub
 from slipstream.model.int8 import INT8_FIX, quantised_bytes, require_int8
 from slipstream.model.int8_store import int8_weights, use_int8
-from slipstream.model.packed import weight_bytes
+from slipstream.model.packed import computes_bfloat16, weight_bytes
 from slipstream.model.progress import Progress, Silent, size
 from slipstream.model.quiet import first_line, quiet
 from slipstream.model.runner import siblings
@@ -161,7 +161,7 @@ def load(
 ) -> LoadedModel:
     """Loads a causal language model with its tokenizer.
 
-    dtype: auto (the checkpoint's own; bfloat16 for float16 on a CPU), bfloat16, float16 or float32. weights:
+    dtype: auto (see `choose_dtype`), bfloat16, float16 or float32. weights:
     int8 makes the linear layers that gain int8 ones, from a copy that is made once and kept (`int8_store`);
     all else stays in `dtype`. embedding: int8 as well, for the table of input embeddings. Only safetensors
     are read, and code from the checkpoint runs only with trust_remote_code. Files and memory are checked
@@ -301,15 +301,17 @@ def require_known_code(spec: str, config: dict[str, Any], trust_remote_code: boo
 
 
 def choose_dtype(wanted: str, stored: str, device: str | torch.device) -> torch.dtype:
-    """What a model is loaded as. wanted: auto is `stored`, what the checkpoint asks for, and bfloat16 for
-    float16 on a CPU, which computes that slowly or not at all. Raises ParameterError."""
+    """What a model is loaded as. wanted: auto is `stored`, what the checkpoint asks for; on a CPU, which
+    computes float16 slowly or not at all, bfloat16 for both half precisions, or float32 where it has no fast
+    products of bfloat16 either. Raises ParameterError."""
     if wanted != "auto":
         if wanted not in DTYPES:
             raise ParameterError(f"dtype must be auto, bfloat16, float16 or float32, not '{wanted}'")
         return DTYPES[wanted]
-    if stored == "float16" and _device(device).type == "cpu":
-        return torch.bfloat16
-    return DTYPES.get(stored, torch.float32)
+    asked = DTYPES.get(stored, torch.float32)
+    if asked != torch.float32 and _device(device).type == "cpu":
+        return torch.bfloat16 if computes_bfloat16() else torch.float32
+    return asked
 
 
 def _device(device: str | torch.device) -> torch.device:
