@@ -1,4 +1,4 @@
-"""int8 linear layers against packed bf16 ones, by shape and rows: from which size on int8 gains.
+"""int8 linear layers against packed plain ones, by shape and rows: from which size on int8 gains.
 
     python bench/int8_layers.py [--model qwen2.5-coder-1.5b] [--shapes 896x896,256x1536] [--json FILE]
 
@@ -6,7 +6,8 @@ Shapes are out x in; without --shapes those of the models (nothing is downloaded
 between. Of every shape there are so many copies that no cache holds them, as in a model, and passes over all
 copies alternate between the two formats. A step of up to 4 rows is run as one of 4
 (`slipstream.model.pack.ROWS`), so 4, 8 and 16 rows count. The ratio is the int8 layer's time, quantising its
-input included, over the packed bf16 layer's; below 1 int8 is faster.
+input included, over the packed plain layer's; below 1 int8 is faster. Plain is bfloat16, or float32 on a CPU
+without fast products of it, as `--dtype auto` is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from common import DRAFT, TARGET, machine, versions
 from slipstream.errors import ParameterError, SlipstreamError
 from slipstream.model.blueprint import Blueprint
 from slipstream.model.int8 import SMALLEST, Int8Linear, quantise, require_int8
+from slipstream.model.load import choose_dtype
 from slipstream.model.pack import ROWS as LEAST
 from slipstream.model.packed import PackedLinear
 from slipstream.model.store import write_atomic
@@ -58,18 +60,19 @@ def read_shapes(text: str) -> list[Shape]:
 
 @torch.inference_mode()
 def measure(shape: Shape, rows: Sequence[int], rounds: int, working_set: int) -> dict[int, dict[str, float]]:
-    """Rows -> milliseconds of a layer in either format, medians. working_set: bytes of all bf16 copies."""
+    """Rows -> milliseconds of a layer in either format, medians. working_set: bytes of all plain copies."""
     out, inner = shape
-    linear = nn.Linear(inner, out, bias=False, dtype=torch.bfloat16)
+    dtype = choose_dtype("auto", "bfloat16", "cpu")
+    linear = nn.Linear(inner, out, bias=False, dtype=dtype)
     count = max(1, round(working_set / linear.weight.nbytes))
     quantised = quantise(linear.weight)
     formats: dict[str, list[nn.Module]] = {
-        "bf16": [PackedLinear.of(linear) for _ in range(count)],
+        "plain": [PackedLinear.of(linear) for _ in range(count)],
         "int8": [Int8Linear.together([quantised], [None])[0] for _ in range(count)],
     }
     found = {}
     for n in rows:
-        x = torch.randn(n, inner).bfloat16()
+        x = torch.randn(n, inner).to(dtype)
         seconds: dict[str, list[float]] = {name: [] for name in formats}
         for _ in range(rounds + 1):
             for name, layers in formats.items():
@@ -86,7 +89,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def gains(found: dict[int, dict[str, float]], rows: int = LEAST) -> bool:
     """Whether int8 is the faster one in a step of so many rows."""
-    return found[rows]["int8"] < found[rows]["bf16"]
+    return found[rows]["int8"] < found[rows]["plain"]
 
 
 def smallest(results: dict[Shape, dict[int, dict[str, float]]]) -> int | None:
@@ -100,10 +103,10 @@ def smallest(results: dict[Shape, dict[int, dict[str, float]]]) -> int | None:
 
 
 def report(results: dict[Shape, dict[int, dict[str, float]]], rows: Sequence[int]) -> Table:
-    table = Table("out x in", "elements", *(f"{n} rows: bf16 ms, int8 ms, ratio" for n in rows))
+    table = Table("out x in", "elements", *(f"{n} rows: plain ms, int8 ms, ratio" for n in rows))
     for (out, inner), found in sorted(results.items(), key=lambda item: item[0][0] * item[0][1]):
         cells = [
-            f"{t['bf16']:.3f} {t['int8']:.3f} {t['int8'] / t['bf16']:.2f}" for t in (found[n] for n in rows)
+            f"{t['plain']:.3f} {t['int8']:.3f} {t['int8'] / t['plain']:.2f}" for t in (found[n] for n in rows)
         ]
         table.add_row(f"{out} x {inner}", f"{out * inner:,}", *cells)
     return table
@@ -147,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", default="", metavar="OUTxIN,…")
     parser.add_argument("--rows", type=lambda t: tuple(map(int, t.split(","))), default=ROWS, metavar="N,…")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--working-set", type=int, default=256, metavar="MIB", help="of the bf16 copies")
+    parser.add_argument("--working-set", type=int, default=256, metavar="MIB", help="of the plain copies")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)

@@ -236,13 +236,13 @@ def test_layers_are_measured_by_shape_and_rows(tmp_path: Path, capsys: pytest.Ca
         (32, 16, 1),
         (32, 16, 4),
     ]
-    assert all(r["bf16"] > 0 and r["int8"] > 0 for r in rows)
+    assert all(r["plain"] > 0 and r["int8"] > 0 for r in rows)
     assert "int8 gains at 4 rows from" in capsys.readouterr().out
 
 
 def test_the_smallest_size_is_the_one_from_which_all_gain() -> None:
     def of(int8: float) -> dict[int, dict[str, float]]:
-        return {ROWS: {"bf16": 1.0, "int8": int8}}
+        return {ROWS: {"plain": 1.0, "int8": int8}}
 
     assert (
         int8_layers.smallest({(10, 10): of(0.9), (20, 20): of(1.1), (30, 30): of(0.8), (40, 40): of(0.7)})

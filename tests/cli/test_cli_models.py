@@ -153,7 +153,7 @@ def test_doctor_refuses_what_does_not_fit_and_says_what_to_do(tmp_path, monkeypa
 
 
 def test_doctor_knows_from_the_catalogue_what_is_not_here():
-    got = run("doctor", "--drafter", "draft_model:model=qwen2.5-coder-0.5b", "--json")
+    got = run("doctor", "--drafter", "draft_model:model=qwen2.5-coder-0.5b", "--dtype", "bfloat16", "--json")
     plan = json.loads(got.stdout)["memory_plan"]
     assert plan["model"] == "qwen2.5-coder-1.5b"
     assert [note.split(" is not on this machine")[0] for note in plan["notes"]] == [

@@ -13,23 +13,29 @@ from slipstream.model.int8 import quantise_linears
 from slipstream.model.pack import PackRow
 from slipstream.model.packed import can_pack
 from slipstream.model.runner import Runner
-from slipstream.testing.quantised import lacks_int8, one_scale_for_all_rows
+from slipstream.testing.quantised import kernel, kernels, one_scale_for_all_rows
 from slipstream.testing.tiny import tiny_model
 
 VOCAB, LENGTH = 300, 60
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-INT8 = tuple(f"int8 {dtype}" for dtype in DTYPES)
+WHOLE, FLOATS = (
+    tuple(f"int8 {kernel} {dtype}" for dtype in DTYPES) for kernel in ("whole numbers", "floats")
+)
+INT8 = (*WHOLE, *FLOATS)
 
 
 @lru_cache
 def held(dtype: str) -> Runner:
-    """dtype: of all, or with "int8 " in front, of all but the linear layers."""
+    """dtype: of all, or with "int8 " and a kernel in front, of all but the linear layers."""
     model = tiny_model("qwen2", vocab_size=VOCAB, hidden=128, seed=4).to(DTYPES[dtype.split()[-1]])
-    if not can_pack(model):
-        pytest.skip(f"this CPU has no packed {dtype} kernels")
-    if dtype in INT8:
-        if lacks_int8():
-            pytest.skip("this CPU has no int8 products")
+    if dtype not in INT8:
+        if not can_pack(model):
+            pytest.skip(f"this CPU has no packed {dtype} kernels")
+        return Runner(model, pack=True)
+    name = dtype.removeprefix("int8 ").rpartition(" ")[0]
+    if name not in kernels():
+        pytest.skip(f"this CPU has no int8 products of {name}")
+    with kernel(name):
         quantise_linears(model, smallest=0, groups=runner.siblings(model))
     return Runner(model, pack=True)
 
@@ -99,7 +105,7 @@ def test_without_the_padding_the_bits_differ(monkeypatch: pytest.MonkeyPatch) ->
     assert any(not torch.equal(drafted(model, tokens, 3, seed), want) for seed in range(4))
 
 
-@pytest.mark.parametrize("dtype", INT8)
+@pytest.mark.parametrize("dtype", WHOLE)
 def test_with_one_activation_scale_for_all_rows_the_bits_differ(dtype: str) -> None:
     model, tokens = held(dtype), text()
     with one_scale_for_all_rows():

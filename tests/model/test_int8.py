@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,13 +19,21 @@ from slipstream.model import int8
 from slipstream.model.embedding import Int8Embedding
 from slipstream.model.identity import weights_hash
 from slipstream.model.int8 import Int8Linear, quantise_linears, require_int8
-from slipstream.model.pack import ROWS
+from slipstream.model.pack import ROWS, PackRow
 from slipstream.model.packed import weight_bytes
 from slipstream.model.runner import Runner
-from slipstream.testing.quantised import lacks_int8
+from slipstream.testing.quantised import kernel, kernels, lacks_int8
 from slipstream.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 needs_int8 = pytest.mark.skipif(lacks_int8(), reason="this CPU has no int8 products")
+
+
+@pytest.fixture(params=["whole numbers", "floats"])
+def product(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param not in kernels():
+        pytest.skip(f"this CPU has no int8 products of {request.param}")
+    with kernel(request.param):
+        yield request.param
 
 
 def inputs(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -40,7 +49,7 @@ def linear(dtype: torch.dtype, bias: bool = True, inner: int = 96, out: int = 20
         return nn.Linear(inner, out, bias=bias).to(dtype).requires_grad_(False)
 
 
-@needs_int8
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
     layer, x = Int8Linear.of(linear(dtype)), inputs(64, 96, dtype)
@@ -53,7 +62,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> No
     assert torch.equal(x, inputs(64, 96, dtype))  # not written to
 
 
-@needs_int8
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_row_is_within_two_percent(dtype: torch.dtype, bias: bool) -> None:
@@ -62,13 +71,40 @@ def test_every_row_is_within_two_percent(dtype: torch.dtype, bias: bool) -> None
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.02
 
 
-@needs_int8
+@pytest.mark.skipif("floats" not in kernels(), reason="this CPU has no products of floats by int8 weights")
+def test_steps_are_not_padded_where_each_row_is_multiplied_by_itself() -> None:
+    with kernel("floats"):
+        model = tiny_model("qwen2", seed=3)
+        plain = Runner(model, pack=False)
+        assert plain.block == ROWS
+        plain.close()
+        quantise_linears(model, smallest=0)
+        runner = Runner(model, pack=True)
+        assert runner.block == 1
+        runner.cache.open(0)
+        assert runner.forward([PackRow(0, [1])]).pack.input_ids.shape == (1, 1)
+        model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size)
+        runner.parts_replaced()
+        assert runner.block == ROWS
+
+
+@pytest.mark.usefixtures("product")
+@pytest.mark.parametrize("inner", [16, 50, 97])
+def test_any_number_of_columns_is_multiplied_right(inner: int) -> None:
+    plain, x = linear(torch.float32, inner=inner, out=37), inputs(5, inner, torch.float32)
+    layer = Int8Linear.of(plain)
+    found, expected = layer(x), plain(x)
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.02
+    assert torch.equal(layer.stored(), int8.quantise(plain.weight)[0])
+
+
+@pytest.mark.usefixtures("product")
 def test_a_row_of_zeros_gives_the_bias_and_batch_dimensions_are_kept() -> None:
     plain = linear(torch.float32)
     assert torch.equal(Int8Linear.of(plain)(torch.zeros(2, 3, 96)), plain.bias.expand(2, 3, -1))
 
 
-@needs_int8
+@pytest.mark.usefixtures("product")
 def test_rows_of_the_weight_can_be_had_back() -> None:
     """As the product sees them: the scaled whole numbers themselves."""
     plain = linear(torch.float32)
@@ -134,14 +170,19 @@ def test_where_there_is_no_int8_the_error_names_the_fix(monkeypatch: pytest.Monk
     with pytest.raises(ModelError, match="leave out quantise=int8"):
         require_int8("cuda")
     monkeypatch.setattr(int8, "product", lambda u, *_: torch.full((len(u), 16), 32767.0))
-    with pytest.raises(ModelError, match=r"overflow.*leave out quantise=int8"):
-        require_int8()
+    assert "overflow" in int8.whole_numbers_fail()
 
     def missing(*_: object) -> None:
         raise NotImplementedError("Could not run 'onednn::qlinear_prepack'")
 
     monkeypatch.setattr(int8.torch.ops, "onednn", SimpleNamespace(qlinear_prepack=missing))
-    with pytest.raises(ModelError, match="no int8 product for this CPU"):
+    assert "no product of whole numbers" in int8.whole_numbers_fail()
+    monkeypatch.setattr(int8, "uses_whole_numbers", lambda: False)
+    monkeypatch.setattr(int8, "float_product", lambda x, *_: torch.randn(len(x), 5))
+    with pytest.raises(ModelError, match=r"are wrong: leave out quantise=int8"):
+        require_int8()
+    monkeypatch.setattr(int8, "float_product", missing)
+    with pytest.raises(ModelError, match=r"no product of int8 weights.*leave out quantise=int8"):
         require_int8()
 
 

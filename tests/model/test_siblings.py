@@ -250,21 +250,21 @@ def test_a_packed_model_has_four_products_a_layer_and_is_the_model(kind: str, dt
 
 @needs_int8
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_int8_model_quantises_four_inputs_a_layer_with_the_same_bits(
+def test_an_int8_model_multiplies_four_times_a_layer_with_the_same_bits(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, outputs, counts = [5, 17, 3, 200, 9, 0, 31, 5, 8], [], []
     for merge in (False, True):
         model = tiny_model(kind, layers=LAYERS)
         assert quantise_linears(model, smallest=0, groups=siblings(model) if merge else ()) == 7 * LAYERS + 1
-        runner, count, real = Runner(model, pack=True), [0], int8.quantise_input
+        runner, count, real = Runner(model, pack=True), [0], int8.Int8Product.compute
 
-        def counting(x: torch.Tensor, count: list[int] = count, real: Any = real) -> Any:
+        def counting(self: Any, x: torch.Tensor, count: list[int] = count, real: Any = real) -> Any:
             count[0] += 1
-            return real(x)
+            return real(self, x)
 
         with monkeypatch.context() as patch:
-            patch.setattr(int8, "quantise_input", counting)
+            patch.setattr(int8.Int8Product, "compute", counting)
             outputs.append(logits(runner, tokens))
         counts.append(count[0])
     assert counts == [7 * LAYERS + 1, 4 * LAYERS + 1]

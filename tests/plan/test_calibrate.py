@@ -114,7 +114,7 @@ def test_what_there_is_no_time_for_is_left_out_the_smallest_step_never(session: 
 def test_drafters_beyond_the_time_are_taken_to_be_free(session: Session, offers: dict[str, Offer]) -> None:
     late = calibrate(session, offers, 1, limit=1e-6)
     assert not late.drafts and [(s.rows, s.nodes) for s in late.steps] == [(1, 1)]
-    assert isinstance(module._curves(late, offers["small"]).draft, Free)
+    assert isinstance(module._curves(late, offers["small"], pack.ROWS).draft, Free)
 
 
 def test_it_is_measured_once_and_kept_for_the_next_start(
@@ -194,6 +194,6 @@ def test_decoding_with_it_says_what_plain_decoding_says(
     offer = offers["small"]
     from slipstream.control import Goodput
 
-    session.use(offer.drafter, Goodput(GoodputConfig(""), module._curves(bundle, offer)))
+    session.use(offer.drafter, Goodput(GoodputConfig(""), module._curves(bundle, offer, pack.ROWS)))
     assert session.generate([1, 2, 1, 2], params).tokens == plain
     session.use("none")

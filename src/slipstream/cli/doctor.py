@@ -210,7 +210,7 @@ def _advised(gpus: list[dict[str, Any]]) -> tuple[str, str]:
         return "float16", "the GPU has no native bfloat16"
     if computes_bfloat16():
         return "bfloat16", "the processor has fast products of it and it halves the memory traffic"
-    return "float32", "the processor has no fast products of bfloat16, which halves the memory but is slower"
+    return "float32", "the processor has no fast products of bfloat16; --weights int8 is faster still"
 
 
 def _check(

@@ -61,10 +61,11 @@ class Blueprint:
         if folder is not None:
             checkpoint = inspect(folder)
             require_known_code(spec, checkpoint.config, trust_remote_code)
-            chosen = choose_dtype(dtype, checkpoint.dtype, device)
+            chosen = choose_dtype(dtype, checkpoint.dtype, device, weights)
             model = _without_data(spec, folder, chosen, trust_remote_code)
         elif entry is not None:
-            model = _without_data(spec, entry.config, choose_dtype(dtype, entry.config["dtype"], device))
+            chosen = choose_dtype(dtype, entry.config["dtype"], device, weights)
+            model = _without_data(spec, entry.config, chosen)
         else:
             raise ModelError(
                 f"{spec} is not on this machine, so it is not known how large it is: slipstream pull {spec}"

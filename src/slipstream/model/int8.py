@@ -1,9 +1,15 @@
 """Linear layers with int8 weights, of targets and drafts: half the memory and memory traffic of bfloat16.
 
-PyTorch's own oneDNN product of uint8 activations and int8 weights. Weights have a scale per output channel,
-activations one per *row*, applied outside the kernel: with the kernel's own scale, one for all rows, a
-row's result would depend on its neighbours. Activations are unsigned around a zero point of 128 because
-signed ones fall to a slow reference kernel. The relative error is about 1 %.
+Weights have a scale per output channel. Two kernels of PyTorch's own multiply them:
+
+- *whole numbers*, on CPUs with int8 dot products (VNNI, AMX): oneDNN's product of uint8 activations and int8
+  weights. Activations have a scale per *row*, applied outside the kernel: with the kernel's own scale, one
+  for all rows, a row's result would depend on its neighbours. They are unsigned around a zero point of 128
+  because signed ones fall to a slow reference kernel. The relative error is about 1 %.
+- *floats*, on all others: bfloat16 activations, sums in float32, row by row. Only the weights' error is left.
+  Slower at many rows, but the weights are read as bytes, where there is not even a fast bfloat16.
+
+Both take the same numbers, so what is kept on disk serves either; the models are two, nearly the same.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -18,6 +25,7 @@ from torch import nn
 
 from slipstream.errors import ModelError
 from slipstream.model.embedding import Int8Embedding
+from slipstream.model.pack import ROWS
 from slipstream.model.packed import (
     Groups,
     KernelLinear,
@@ -37,6 +45,7 @@ Quantise = Literal["none", "int8"]
 INT8_FIX = "leave out weights=int8 (--weights int8)"
 ZERO_POINT = 128
 _PART = 4096
+_WIDE = 16  # numbers that the float kernel reads at once, of a row that is as long as a multiple of them
 # Weights below this are left alone: quantising the activations costs more time than the saved traffic.
 # At 8 rows on two cores int8 takes 0.13 ms for 896x896 (packed bf16: 0.08) and 0.34 for 896x4864 (0.42).
 SMALLEST = 1 << 20
@@ -45,9 +54,9 @@ LARGEST = 127  # of a quantised weight or activation: symmetric, so -128 is not 
 
 
 class Int8Product(Product):
-    """With x ≈ r·(u - 128), r = max|x| / 127 per row, and weight ≈ s·w per channel:
-    y = r·s·(u - 128)·w, where the product of integers is exact, so layers together have the bits that each
-    has alone."""
+    """With weight ≈ s·w per channel. Of whole numbers, with x ≈ r·(u - 128), r = max|x| / 127 per row:
+    y = r·s·(u - 128)·w, where the product of integers is exact. Of floats: y = s·(x·w). Either way layers
+    together have the bits that each has alone."""
 
     def __init__(
         self, weights: Sequence[tuple[torch.Tensor, torch.Tensor]], bias: torch.Tensor | None
@@ -59,14 +68,17 @@ class Int8Product(Product):
         if others:
             weight, scales = (torch.cat(parts) for parts in zip(*weights, strict=True))
         self.out_features, self.in_features = weight.shape
-        self.packed = torch.ops.onednn.qlinear_prepack(weight, None)
+        self.whole = uses_whole_numbers()
+        self.kept = torch.ops.onednn.qlinear_prepack(weight, None) if self.whole else _widened(weight)
         self.scales = scales  # [out]
         self.zeros = torch.zeros(self.out_features, dtype=torch.int32)
         self.bias = bias
 
     def stored(self) -> torch.Tensor:
         """The weight's whole numbers, int8 [out, in], a copy."""
-        dense: torch.Tensor = self.packed.to_dense()  # [in, out], the kernel's own order
+        if not self.whole:
+            return self.kept[:, : self.in_features].clone()
+        dense: torch.Tensor = self.kept.to_dense()  # [in, out], the kernel's own order
         return dense.t()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -74,9 +86,12 @@ class Int8Product(Product):
         return self.stored()[ids].float() * self.scales[ids, None]
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        quantised, row = quantise_input(x)
-        # float32 until the scale is in: bfloat16 times a float32 column takes up to four times as long
-        y = product(quantised, self.packed, self.scales, self.zeros).mul_(row)  # [rows, out]
+        if self.whole:
+            quantised, row = quantise_input(x)
+            # float32 until the scale is in: bfloat16 times a float32 column takes up to four times as long
+            y = product(quantised, self.kept, self.scales, self.zeros).mul_(row)  # [rows, out]
+        else:
+            y = float_product(x.reshape(-1, self.in_features), self.kept, self.scales)
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
@@ -159,14 +174,62 @@ def product(
     return y
 
 
+def float_product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """x @ w.T · scales, float32 [rows, out], from rows [rows, in] and an int8 weight `_widened` [out, …].
+
+    The kernel's own scales would be bfloat16.
+    """
+    rows = torch.nn.functional.pad(x.to(torch.bfloat16), (0, weight.shape[1] - x.shape[1])).contiguous()
+    y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(rows, weight, _ones(len(weight)))
+    return y.float().mul_(scales)
+
+
+def _widened(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight [out, in], with zeros up to a multiple of `_WIDE`."""
+    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % _WIDE)).clone()
+
+
+@cache
+def _ones(size: int) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.bfloat16)
+
+
+@cache
+def uses_whole_numbers() -> bool:
+    """Whether int8 weights are multiplied as whole numbers here, or as floats."""
+    return not whole_numbers_fail()
+
+
 def require_int8(device: str | torch.device = "cpu", fix: str = "leave out quantise=int8") -> None:
-    """ModelError unless this machine computes int8 products, and right. fix: what to do then.
+    """ModelError unless this machine computes with int8 weights, and right. fix: what to do then."""
+    if torch.device(device).type != "cpu":
+        raise ModelError(f"int8 weights are for the CPU, not {device}: {fix}")
+    why = "" if uses_whole_numbers() else floats_fail()
+    if why:
+        raise ModelError(f"{why}: {fix}")
+
+
+def floats_fail() -> str:
+    """Why the float kernel cannot be used; nothing where it can. Asked by experiment."""
+    weight = (torch.arange(5 * 40).reshape(5, 40) % 251 - 125).to(torch.int8)
+    x = (torch.arange(9 * 40).reshape(9, 40) % 7 - 3).float()
+    try:
+        found = float_product(x, _widened(weight), torch.full((5,), 0.5))
+        alone = [float_product(row[None], _widened(weight), torch.full((5,), 0.5)) for row in x]
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        return f"this PyTorch has no product of int8 weights for this CPU ({type(error).__name__})"
+    want = (x @ weight.float().T * 0.5).to(torch.bfloat16).float()
+    if not torch.allclose(found, want, rtol=0.01) or not torch.equal(found, torch.cat(alone)):
+        return "this CPU's products of int8 weights are wrong"
+    return ""
+
+
+def whole_numbers_fail() -> str:
+    """Why the kernel of whole numbers cannot be used; nothing where it can.
 
     Asked by experiment: without the CPU's own int8 dot products (VNNI) there is no kernel, a slow one, or
     one whose 16-bit sums overflow, and the largest values show that.
     """
-    if torch.device(device).type != "cpu":
-        raise ModelError(f"int8 weights are for the CPU, not {device}: {fix}")
     rows, inner, out = 8, 64, 16
     activations = torch.full((rows, inner), 255, dtype=torch.uint8)
     weight = torch.full((out, inner), LARGEST, dtype=torch.int8)
@@ -174,11 +237,10 @@ def require_int8(device: str | torch.device = "cpu", fix: str = "leave out quant
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
         found = product(activations, packed, torch.ones(out), torch.zeros(out, dtype=torch.int32))
     except (AttributeError, NotImplementedError, RuntimeError) as error:
-        raise ModelError(
-            f"this PyTorch has no int8 product for this CPU ({type(error).__name__}): {fix}"
-        ) from error
+        return f"this PyTorch has no product of whole numbers for this CPU ({type(error).__name__})"
     if not bool((found == (255 - ZERO_POINT) * LARGEST * inner).all()):
-        raise ModelError(f"this CPU's int8 products overflow (it has no VNNI): {fix}")
+        return "this CPU's products of whole numbers overflow (it has no VNNI)"
+    return ""
 
 
 def quantise_linears(model: nn.Module, smallest: int | None = None, groups: Groups = ()) -> int:
@@ -224,6 +286,14 @@ def quantised_bytes(model: nn.Module, embedding: bool = False, groups: Groups = 
         table = model.get_input_embeddings().weight  # type: ignore[operator]
         total += Int8Embedding.bytes_of(*table.shape) - table.nbytes
     return total
+
+
+def block_of(model: nn.Module) -> int:
+    """Into how many tokens steps of a model are cut: one where every linear layer multiplies floats by int8
+    weights, which makes each row by itself and takes longer for every row, else `ROWS`."""
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, KernelLinear))]
+    alone = all(isinstance(m, Int8Linear) and not m.product.whole for m in layers)
+    return 1 if layers and alone else ROWS
 
 
 def gains(weight: torch.Tensor) -> bool:

@@ -177,7 +177,7 @@ def load(
     path = resolve(spec, progress=progress, trust_remote_code=trust_remote_code)
     checkpoint = inspect(path)
     require_known_code(spec, checkpoint.config, trust_remote_code)
-    chosen = choose_dtype(dtype, checkpoint.dtype, where)
+    chosen = choose_dtype(dtype, checkpoint.dtype, where, weights)
     stored = DTYPES.get(checkpoint.stored_dtype, torch.float32)
     if weights == "plain" or chosen != stored:  # else the weights are only mapped
         require_memory(spec, checkpoint.bytes_as(chosen.itemsize), str(chosen), where)
@@ -300,17 +300,17 @@ def require_known_code(spec: str, config: dict[str, Any], trust_remote_code: boo
     )
 
 
-def choose_dtype(wanted: str, stored: str, device: str | torch.device) -> torch.dtype:
+def choose_dtype(wanted: str, stored: str, device: str | torch.device, weights: str = "plain") -> torch.dtype:
     """What a model is loaded as. wanted: auto is `stored`, what the checkpoint asks for; on a CPU, which
     computes float16 slowly or not at all, bfloat16 for both half precisions, or float32 where it has no fast
-    products of bfloat16 either. Raises ParameterError."""
+    products of bfloat16 either and weights are not int8. Raises ParameterError."""
     if wanted != "auto":
         if wanted not in DTYPES:
             raise ParameterError(f"dtype must be auto, bfloat16, float16 or float32, not '{wanted}'")
         return DTYPES[wanted]
     asked = DTYPES.get(stored, torch.float32)
     if asked != torch.float32 and _device(device).type == "cpu":
-        return torch.bfloat16 if computes_bfloat16() else torch.float32
+        return torch.bfloat16 if weights == "int8" or computes_bfloat16() else torch.float32
     return asked
 
 

@@ -109,7 +109,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Pack:
-    """One forward: ids and positions [1, T] (T padded to `ROWS`), and the rows' spans."""
+    """One forward: ids and positions [1, T] (T padded to `ROWS` or another block), and the rows' spans."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -134,8 +134,9 @@ def tree_depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-def build_pack(rows: Sequence[tuple[PackRow, int, int]], device: torch.device) -> Pack:
-    """Lay rows end to end. Each comes with its slot's committed length and its attention width."""
+def build_pack(rows: Sequence[tuple[PackRow, int, int]], device: torch.device, block: int = ROWS) -> Pack:
+    """Lay rows end to end. Each comes with its slot's committed length and its attention width. block: padded
+    to a multiple of so many tokens."""
     ids: list[int] = []
     positions: list[int] = []
     spans: list[Span] = []
@@ -148,6 +149,6 @@ def build_pack(rows: Sequence[tuple[PackRow, int, int]], device: torch.device) -
         spans.append(Span(row.slot, len(ids), count, length, width, parents, depths, earlier))
         ids.extend(row.tokens)
         positions.extend(length - earlier + d for d in depths[earlier:])
-    padding = round_up(len(ids), ROWS) - len(ids)
+    padding = round_up(len(ids), block) - len(ids)
     line = put(torch.tensor([ids + [0] * padding, positions + [0] * padding]), device)  # [2, T]
     return Pack(line[:1], line[1:], tuple(spans))

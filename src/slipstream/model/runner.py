@@ -18,6 +18,7 @@ from slipstream.core.draft import Needs
 from slipstream.errors import CapacityError, ModelError
 from slipstream.model import attention
 from slipstream.model.cache import SlotCache
+from slipstream.model.int8 import block_of
 from slipstream.model.pack import ROWS, Pack, PackRow, build_pack
 from slipstream.model.packed import can_pack, pack_linears, weight_bytes
 from slipstream.model.siblings import find_siblings
@@ -59,10 +60,12 @@ class Runner:
         self._original = model.config._attn_implementation
         self._taps: Taps | None = None
         self.needs = Needs()
+        self.block = ROWS  # steps are computed in multiples of so many tokens
         model.set_attn_implementation(attention.NAME)
         try:
             if pack and can_pack(model):
                 pack_linears(model, self.siblings())
+            self.block = block_of(model)
             if check:
                 probe(self, self._original)
         except BaseException:
@@ -116,7 +119,7 @@ class Runner:
                     f"{length + len(row.tokens)} tokens do not fit the model's context of {self.context}"
                 )
             prepared.append((row, length, self.cache.reserve(row.slot, len(row.tokens))))
-        pack = build_pack(prepared, self._packs_on)
+        pack = build_pack(prepared, self._packs_on, self.block)
         with self._capture(taps) as features:
             out = self._compute(pack, logits)
         return Output(pack, out, {k: v[: pack.count] for k, v in features.items()})
@@ -137,7 +140,7 @@ class Runner:
         keep, count = None, pack.count
         if logits == "last":
             last, count = [span.end - 1 for span in pack.spans], len(pack.spans)
-            keep = put(torch.tensor(last + last[:1] * (-count % ROWS)), self.device)
+            keep = put(torch.tensor(last + last[:1] * (-count % self.block)), self.device)
         out = self._call(step, pack.input_ids, pack.position_ids, logits, keep)
         return None if out is None else out[:count]
 
@@ -179,6 +182,7 @@ class Runner:
 
     def parts_replaced(self) -> None:
         """Say that parts of the model were replaced for good: steps that were recorded are not its own."""
+        self.block = block_of(self.model)
 
     def extend(self, slot: int, tokens: Sequence[int], chunk: int = CHUNK) -> None:
         """Put tokens into the slot for good, in chunks; computes no logits."""

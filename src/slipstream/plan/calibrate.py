@@ -76,13 +76,13 @@ class Calibrated:
     told: str
 
 
-def corners(rows: int) -> list[tuple[int, int]]:
+def corners(rows: int, block: int = ROWS) -> list[tuple[int, int]]:
     """(rows, nodes) that show every kink for up to so many rows.
 
-    A step is padded to ROWS tokens, so with drafts none below that is another one.
+    A step is padded to `block` tokens, so with drafts none below that is another one.
     """
     powers = [1 << i for i in range(rows.bit_length()) if 1 << i < rows]
-    return [(r, n) for r in (*powers, rows) for n in _NODES if n == 1 or ROWS <= r * n <= _MOST_TOKENS]
+    return [(r, n) for r in (*powers, rows) for n in _NODES if n == 1 or block <= r * n <= _MOST_TOKENS]
 
 
 def calibrate(session: Session, offers: Mapping[str, Offer], rows: int, limit: float = LIMIT) -> Bundle:
@@ -94,7 +94,7 @@ def calibrate(session: Session, offers: Mapping[str, Offer], rows: int, limit: f
     before, runner = load_reasons(), engine.runner
     engine.set_drafter(None)
     context = max(min(_CONTEXT, runner.context - max(_NODES) - 1), 1)
-    grid = [(r, n, context) for r, n in corners(rows)]
+    grid = [(r, n, context) for r, n in corners(rows, runner.block)]
     steps = step_seconds(runner, grid, _ROUNDS, limit=_STEPS * limit)
     drafts, overhead = list[DraftSeconds](), list[float]()
     prompt = question_ids(session.tokenizer, read_prompts()[0].asked)[: min(_PROMPT, engine.context // 2)]
@@ -143,7 +143,7 @@ def kept_at(session: Session, offers: Mapping[str, Offer], rows: int) -> Path:
         "dtype": kept_as(session),
         "drafters": [offer.spec for offer in offers.values()],
         "rows": rows,
-        "block": ROWS,
+        "block": runner.block,
         "device": runner.device.type,
         "machine": processor(runner.device),
         "threads": torch.get_num_threads(),
@@ -202,7 +202,8 @@ def goodput_for(
         bundle, source = _measured(session, offers, rows, progress)
     else:
         bundle, source = None, LEARNED
-    curves = {name: _curves(bundle, offer) for name, offer in offers.items()}
+    block = session.engine.runner.block
+    curves = {name: _curves(bundle, offer, block) for name, offer in offers.items()}
     if bundle is not None and config.curve:
         name, offer = next(iter(offers.items()))
         known = config.drafter or (offer.spec if offer.spec in bundle.drafter_names else "")
@@ -230,10 +231,13 @@ def _measured(
     return bundle, f"steps measured in {time.perf_counter() - began:.1f} s, {keep(path, bundle)}"
 
 
-def _curves(bundle: Bundle | None, offer: Offer) -> Curves:
-    """Of one drafter. One whose time is not known is taken to be free until its steps say otherwise."""
+def _curves(bundle: Bundle | None, offer: Offer, block: int) -> Curves:
+    """Of one drafter. One whose time is not known is taken to be free until its steps say otherwise.
+
+    block: of steps, where none was measured.
+    """
     if bundle is None:
-        free = Curves(guessed_steps(), Free(), offer.depth, block=ROWS, measured=False)
+        free = Curves(guessed_steps(), Free(), offer.depth, block=block, measured=False)
         return replace(free, per_level=offer.per_level)
     timed = offer.spec in {draft.drafter for draft in bundle.drafts}
     draft = bundle.draft_curve(offer.spec) if timed else Free()

@@ -33,7 +33,6 @@ from slipstream.engine.session import Session
 from slipstream.errors import CapacityError, DrafterError, ParameterError
 from slipstream.model.cache import columns
 from slipstream.model.identity import versions
-from slipstream.model.pack import ROWS
 from slipstream.model.progress import Progress, Silent, size
 from slipstream.model.runner import Runner
 from slipstream.plan.here import load_reasons, this_machine
@@ -175,7 +174,7 @@ def bundle_of(session: Session, name: str, **measured: Any) -> Bundle:
         parameters=shape.parameters,
         weight_bytes=runner.weight_bytes,
         kv_bytes=round(shape.kv_bytes),
-        block=ROWS,
+        block=runner.block,
         versions=versions(),
         **measured,
     )

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from slipstream.model.int8 import product
+from slipstream.model.int8 import Int8Product, float_product, product, quantise_input
 
 _READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 _SIDE = {"cpu": 1024, "cuda": 8192}
@@ -46,9 +46,10 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, side: int | None = Non
 def int8_rate(side: int | None = None) -> float:
     """The same of int8 weights, on a CPU."""
     side = side or _SIDE["cpu"]
-    weight = torch.ones((side, side), dtype=torch.int8)
-    packed = torch.ops.onednn.qlinear_prepack(weight, None)
-    left = torch.ones((side, side), dtype=torch.uint8)
-    scales, zeros = torch.ones(side), torch.zeros(side, dtype=torch.int32)
-    work = partial(product, left, packed, scales, zeros)
+    made = Int8Product([(torch.ones((side, side), dtype=torch.int8), torch.ones(side))], None)
+    left = torch.ones((side, side))
+    if made.whole:
+        work = partial(product, quantise_input(left)[0], made.kept, made.scales, made.zeros)
+    else:
+        work = partial(float_product, left, made.kept, made.scales)
     return 2 * side**3 / best_seconds(work, torch.device("cpu"))

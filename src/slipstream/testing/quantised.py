@@ -13,7 +13,7 @@ from slipstream.model import int8
 
 
 def lacks_int8() -> bool:
-    """Whether this CPU has no int8 products."""
+    """Whether this CPU has no products of int8 weights."""
     try:
         int8.require_int8()
     except SlipstreamError:
@@ -28,9 +28,23 @@ def every_size() -> Iterator[None]:
         yield
 
 
+def kernels() -> list[str]:
+    """The products of int8 weights that this CPU has: whole numbers, floats."""
+    failures = {"whole numbers": int8.whole_numbers_fail, "floats": int8.floats_fail}
+    return [name for name, fails in failures.items() if not fails()]
+
+
+@contextmanager
+def kernel(name: str) -> Iterator[None]:
+    """One of `kernels` multiplies what is made int8 inside."""
+    with mock.patch.object(int8, "uses_whole_numbers", lambda: name == "whole numbers"):
+        yield
+
+
 @contextmanager
 def one_scale_for_all_rows() -> Iterator[None]:
-    """The recipe that must not be: the largest of all rows scales activations, so neighbours matter."""
+    """The recipe of whole numbers that must not be: the largest of all rows scales activations, so neighbours
+    matter."""
 
     def together(flat: torch.Tensor) -> torch.Tensor:
         return (flat.abs().amax().clamp_min(1e-30) / int8.LARGEST).expand(len(flat), 1)
