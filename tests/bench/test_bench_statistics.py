@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.bench.bundle import BenchBundle, Setting, read_bench
+from slipstream.bench.bundle import BenchBundle, Run, Setting, read_bench
 from slipstream.bench.compare import compare
 from slipstream.bench.figures import figures
 from slipstream.bench.predict import Predictor
@@ -124,13 +125,17 @@ def test_what_is_not_alike_is_told(before: BenchBundle) -> None:
 # -- ratios -----------------------------------------------------------------------------------------
 
 
-def test_ratios_are_of_all_tokens_over_all_seconds(before: BenchBundle) -> None:
+def test_ratios_are_of_all_tokens_over_the_seconds_of_middle_rounds(before: BenchBundle) -> None:
     summary = Summary(before)
     cell = next(c for c in summary.cells if c.setting.depth == 4 and c.task == "edit")
-    ours, theirs = ([run for run, _ in cell.pairs], [plain for _, plain in cell.pairs])
-    by_hand = (sum(r.tokens for r in ours) / sum(r.seconds for r in ours)) / (
-        sum(r.tokens for r in theirs) / sum(r.seconds for r in theirs)
-    )
+
+    def pace(runs: list[Run]) -> float:
+        units = {r.unit: [x for x in runs if x.unit == r.unit] for r in runs}
+        return sum(u[0].tokens for u in units.values()) / sum(
+            statistics.median(r.seconds for r in unit) for unit in units.values()
+        )
+
+    by_hand = pace([run for run, _ in cell.pairs]) / pace([plain for _, plain in cell.pairs])
     assert cell.speedup.value == pytest.approx(by_hand) and len(cell.pairs) == 12
     assert cell.speedup.low < cell.speedup.value < cell.speedup.high
     assert cell.decoding.value > cell.speedup.value > 1  # plain decoding reads the prompts too
@@ -138,6 +143,30 @@ def test_ratios_are_of_all_tokens_over_all_seconds(before: BenchBundle) -> None:
     one = ratio(cell.pairs[:1], whole)
     assert one == Ratio(one.value, one.value, one.value) and not one.certain
     assert ratio([], whole) is None
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_holds_up_one_run_of_three_changes_nothing(before: BenchBundle, plain: bool) -> None:
+    def slower(run: Run) -> Run:
+        setting = before.of(run)
+        if run.round != 1 or setting.plain != plain:
+            return run
+        return run.model_copy(update={"seconds": 1.5 * run.seconds})
+
+    assert before.plan.rounds == 3
+    summary = Summary(before)
+    held_up = Summary(before.model_copy(update={"runs": [slower(run) for run in before.runs]}))
+    for cell, other in zip(summary.cells, held_up.cells, strict=True):
+        if cell.setting.fixed:
+            assert other.speedup.value == pytest.approx(cell.speedup.value, rel=0.03)
+
+
+def test_rounds_that_are_missing_leave_the_others(before: BenchBundle) -> None:
+    runs = [r for r in before.runs if r.round == 0 or r.unit % 2]
+    summary, whole_one = Summary(before.model_copy(update={"runs": runs})), Summary(before)
+    for cell, other in zip(summary.cells, whole_one.cells, strict=True):
+        assert cell.speedup.value == pytest.approx(other.speedup.value, rel=0.05)
+        assert cell.speedup.low <= cell.speedup.value <= cell.speedup.high
 
 
 def test_a_total_is_of_all_tasks(before: BenchBundle) -> None:

@@ -1,7 +1,9 @@
 """What a bench bundle says: speed-ups by setting and task, acceptance, tau, where the time went.
 
-Everything is relative to plain decoding in the same unit and round. Ratios are of all tokens over all
-seconds; their intervals come from resampling those pairs (of one pair there is none).
+Everything is relative to plain decoding in the same units and rounds. The tokens of a unit are the same in
+every round, so of its rounds the middle one says how long they take, and what held up one run of three does
+not count; ratios are of the tokens of all units over these seconds. Their intervals come from resampling
+units, and the rounds of each (of a single pair there is none).
 """
 
 from __future__ import annotations
@@ -132,24 +134,42 @@ def split(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def ratio(pairs: Sequence[Pair], amount: Amount) -> Ratio | None:
-    """All tokens over all seconds against plain decoding's; None where either has none."""
-    ours = np.array([amount(run) for run, _ in pairs]).reshape(-1, 2)
-    theirs = np.array([amount(plain) for _, plain in pairs]).reshape(-1, 2)
-    there = (ours[:, 1] > 0) & (theirs[:, 1] > 0)
-    both = np.concatenate([ours[there], theirs[there]], axis=1)  # [pairs, 4]
-    if not len(both):
+    """How many times as fast as plain decoding, see the module; None where either has no tokens."""
+    rounds: dict[int, list[tuple[float, ...]]] = {}
+    for run, plain in pairs:
+        both = (*amount(run), *amount(plain))
+        if both[1] > 0 and both[3] > 0:
+            rounds.setdefault(run.unit, []).append(both)
+    if not rounds:
         return None
-    value = float(_quotient(both.sum(0)))
-    if len(both) == 1:
+    counts = np.array([len(found) for found in rounds.values()])
+    table = np.full((len(rounds), counts.max(), 4), np.nan)
+    for row, found in zip(table, rounds.values(), strict=True):
+        row[: len(found)] = found
+    value = float(_quotient(table))
+    if counts.sum() == 1:
         return Ratio(value, value, value)
-    picks = np.random.default_rng(_SEED).multinomial(len(both), [1 / len(both)] * len(both), size=DRAWS)
-    low, high = (float(v) for v in np.percentile(_quotient(picks @ both), _LEVEL))
+    chance = np.random.default_rng(_SEED)
+    units = chance.integers(0, len(table), (DRAWS, len(table)))
+    there = counts[units][..., None]  # [draws, units, 1]
+    picks = (chance.random((*units.shape, table.shape[1])) * there).astype(int)
+    drawn = table[units[..., None], picks]  # [draws, units, rounds, 4]
+    drawn[np.arange(table.shape[1]) >= there] = np.nan
+    low, high = (float(v) for v in np.percentile(_quotient(drawn), _LEVEL))
     return Ratio(value, min(low, value), max(high, value))
 
 
-def _quotient(sums: Floats) -> Floats:
-    """sums [..., 4]: tokens and seconds of a setting, and of plain decoding."""
-    return np.asarray((sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3]))
+def _quotient(table: Floats) -> Floats:
+    """table [..., units, rounds, 4]: tokens and seconds of a setting, and of plain decoding; nan where there
+    was no such round."""
+    return np.asarray(_pace(table[..., :2]) / _pace(table[..., 2:]))
+
+
+def _pace(table: Floats) -> Floats:
+    """Tokens a second of all units, each at the pace of its middle round; table [..., units, rounds, 2]."""
+    tokens = np.nanmean(table[..., 0], axis=-1)
+    seconds = tokens / np.nanmedian(table[..., 0] / table[..., 1], axis=-1)
+    return np.asarray(tokens.sum(-1) / seconds.sum(-1))
 
 
 def _rate(runs: Iterable[Run], amount: Amount) -> float:
