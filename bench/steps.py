@@ -34,7 +34,7 @@ from slipstream.plan.rates import bandwidth
 AIMS = {"plain": 1.25, "int8": 1.5}  # of the limit, at 8 rows
 WARM, STEPS, PROFILED = 3, 15, 5
 PARTS = {
-    "linear layers": ("linear", "addmm", "aten::mm"),
+    "linear layers": ("linear", "addmm", "aten::mm", "int8pack_mm"),
     "attention": ("scaled_dot_product", "attention"),
     "copies": ("copy", "cat", "pad", "fill"),
 }
